@@ -13,9 +13,9 @@ import zmq
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.agreement.decision_log import NullDecisionLog
 from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.agreement.step_agreement import StepAgreement
+from scheduler_components.ports import NullDecisionLog
 from scheduler_components.waiting.agreed_queue import AgreedQueue
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits

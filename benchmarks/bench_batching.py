@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.bench_step import running_scheduler
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
-from scheduler_components.agreement import ParallelGroups
+from scheduler_components.agreement import ParallelGroups, SyncCall
 from scheduler_components.internal_state import InternalState
 from scheduler_components.load.work_counters import WorkCounters
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.scheduling.dp_attn import BatchShape, DpBatchSync, PrefillDelayer, PrefillIntent
 from scheduler_components.scheduling.dynamic_chunk_sizer import DynamicChunkSizer, PrefillLatencyModel
 from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
-from scheduler_components.values import SyncCall
 
 NAME = "batching"
 _REPLICAS = 8

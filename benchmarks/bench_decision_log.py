@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved, percentile
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups, Proposal
-from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog
+from scheduler_components.ports import NullDecisionLog
 from scheduler_components.testing.in_process_groups import InProcessGroups, agree_on_decisions
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits

@@ -12,10 +12,9 @@ import msgspec
 import zmq
 
 from scheduler_components import ParallelState
-from scheduler_components.agreement import BLOCK_INTS, ParallelGroups
+from scheduler_components.agreement import BLOCK_INTS, ParallelGroups, SyncCall
 from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.hicache import HiCacheStepper, HiRadixCache
-from scheduler_components.values import SyncCall
 from scheduler_components.values.page_operations import Instruction, IoEvent
 from scheduler_engine.device.hicache_sim import SimulatedHostPages
 from scheduler_engine.engine.rank.zmq_sync import open_zmq_groups

@@ -14,7 +14,7 @@ which a step applies them:
    ``AdmissionBudget``, except for ``tenant`` and ``not_ready`` without ``head_of_line_blocking``. No request is
    admitted in a step that preempts one.
 
-A held request waits for something other than pages, such as a grammar or an adapter (``waiting_rooms``). It counts as
+A held request waits for something other than pages, such as a grammar or an adapter (``waiting/``). It counts as
 waiting, but the policy does not know it before it is released, and it is not admitted before.
 
 All decisions depend on the sequence of calls only, never on a clock or on the rank, so all ranks of a replica make the

@@ -25,7 +25,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 from zlib import crc32
 
 import attrs
@@ -34,26 +33,11 @@ from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components._internal.validators import check_number, integer_validator, number_validator
 from scheduler_components.values import InputKind, InputMessage, ReceiverStats, RejectionReason, RequestRejection
 
-__all__ = ["BlockerState", "InputBlocker", "InputLimits", "NullRejectionSink", "RejectionSink", "RelayedMessage"]
+__all__ = ["BlockerState", "InputBlocker", "InputLimits", "RelayedMessage"]
 
 logger = logging.getLogger(__name__)
 
 _REJECTING = "answering a rejected request"
-
-
-class RejectionSink(Protocol):
-    """Answer rejected requests: the path back to the frontend."""
-
-    def reject(self, rejection: RequestRejection, incoming: InputMessage[object]) -> None:
-        """Store or send the answer to one request without waiting."""
-        ...
-
-
-class NullRejectionSink:
-    """The sink of a rank that answers no client."""
-
-    def reject(self, rejection: RequestRejection, incoming: InputMessage[object]) -> None:
-        pass
 
 
 class BlockerState(enum.StrEnum):
@@ -133,52 +117,46 @@ class _TokenBucket:
         return 0.0
 
 
-class _RecentRequests:
-    """Checksums of recently admitted requests, and aborts that arrived before their requests."""
+@dataclass(slots=True, kw_only=True)
+class _KnownRequests:
+    """Requests that are held while input is blocked, those admitted but not yet relayed, and recent ones.
 
-    __slots__ = ("_early_aborts", "_most", "_sums")
+    Attributes:
+        most: bound of the two that follow.
+        sums: checksums of recently admitted requests.
+        early_aborts: aborts that arrived before their requests, with their times.
+    """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._sums: OrderedDict[str, int] = OrderedDict()
-        self._early_aborts: OrderedDict[str, float] = OrderedDict()
-
-    def __contains__(self, rid: str) -> bool:
-        return rid in self._sums
+    most: int
+    sums: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    early_aborts: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    held: dict[str, RelayedMessage] = field(default_factory=dict)
+    admitted: set[str] = field(default_factory=set)
 
     def on_admitted(self, rid: str, frame: bytes) -> None:
-        self._sums[rid] = crc32(frame)
-        self._sums.move_to_end(rid)
-        if len(self._sums) > self._most:
-            self._sums.popitem(last=False)
+        self.admitted.add(rid)
+        self.sums[rid] = crc32(frame)
+        self.sums.move_to_end(rid)
+        if len(self.sums) > self.most:
+            self.sums.popitem(last=False)
 
-    def forget(self, rid: str) -> None:
-        self._sums.pop(rid, None)
+    def on_lost(self, rid: str) -> None:
+        self.admitted.discard(rid)
+        self.sums.pop(rid, None)
 
     def is_copy(self, rid: str, frame: bytes) -> bool:
-        return self._sums.get(rid) == crc32(frame)
+        return self.sums.get(rid) == crc32(frame)
 
     def on_early_abort(self, rid: str, now_s: float) -> None:
-        self._early_aborts[rid] = now_s
-        self._early_aborts.move_to_end(rid)
-        if len(self._early_aborts) > self._most:
-            self._early_aborts.popitem(last=False)
+        self.early_aborts[rid] = now_s
+        self.early_aborts.move_to_end(rid)
+        if len(self.early_aborts) > self.most:
+            self.early_aborts.popitem(last=False)
 
     def pop_abort(self, rid: str, since_s: float) -> bool:
         """Return and forget whether the request was aborted since then: a later request of this id is another one."""
-        at_s = self._early_aborts.pop(rid, None)
+        at_s = self.early_aborts.pop(rid, None)
         return at_s is not None and at_s >= since_s
-
-
-@dataclass(slots=True, kw_only=True)
-class _Requests:
-    """Requests that are held while input is blocked, and those admitted but not yet relayed."""
-
-    bucket: _TokenBucket
-    known: _RecentRequests
-    state: BlockerState = BlockerState.OPEN
-    held: dict[str, RelayedMessage] = field(default_factory=dict)
-    admitted: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -191,29 +169,26 @@ class InputBlocker:
     Attributes:
         bounds: the limits.
         active_ids: request ids that the scheduler has in use.
-        rejections: where the answers to rejected requests go.
+        reject: stores or sends the answer to one rejected request, without waiting; on the leading rank only.
         stats: the counters of the receiver.
         clock: monotonic seconds.
         failures: answers that could not be sent.
+        state: whether requests are admitted.
     """
 
     bounds: InputLimits = field(default_factory=InputLimits)
     active_ids: Container[str] = frozenset()
-    rejections: RejectionSink = field(default_factory=NullRejectionSink)
+    reject: Callable[[RequestRejection, InputMessage[object]], None] = lambda *_: None
     stats: ReceiverStats = field(default_factory=ReceiverStats)
     clock: Callable[[], float] = time.monotonic
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
-    _requests: _Requests = field(init=False, repr=False)
+    state: BlockerState = field(default=BlockerState.OPEN, init=False)
+    _bucket: _TokenBucket = field(init=False, repr=False)
+    _requests: _KnownRequests = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._requests = _Requests(
-            bucket=_TokenBucket(bounds=self.bounds), known=_RecentRequests(self.bounds.max_known_requests)
-        )
-
-    @property
-    def state(self) -> BlockerState:
-        """Whether requests are admitted."""
-        return self._requests.state
+        self._bucket = _TokenBucket(bounds=self.bounds)
+        self._requests = _KnownRequests(most=self.bounds.max_known_requests)
 
     def handle(self, frame: bytes, incoming: InputMessage[object]) -> Iterator[RelayedMessage]:
         """Process one message; yield the messages to relay because of it, in order."""
@@ -247,14 +222,13 @@ class InputBlocker:
         for message in messages:
             if message.incoming.kind is InputKind.REQUEST:
                 rid = message.incoming.rid
-                self._requests.admitted.discard(rid)
-                self._requests.known.forget(rid)
+                self._requests.on_lost(rid)
                 self._reject(_stopped(rid), message)
 
     def close(self) -> None:
         """Answer every held request, and reject all later ones. Safe to call twice."""
         requests = self._requests
-        requests.state = BlockerState.CLOSED
+        self.state = BlockerState.CLOSED
         held, requests.held = requests.held, {}
         self.stats.requests_held = 0
         for message in held.values():
@@ -268,7 +242,7 @@ class InputBlocker:
                 self.stats.requests_repeated += 1
             else:
                 self._reject(rejection, message)
-        elif requests.state is BlockerState.BLOCKED:
+        elif self.state is BlockerState.BLOCKED:
             requests.held[rid] = message
             self.stats.requests_held = len(requests.held)
         else:
@@ -280,23 +254,23 @@ class InputBlocker:
         if rid in requests.held or rid in requests.admitted or rid in self.active_ids:
             text = f"rid={rid!r}: is already in flight; give each request a unique id"
             return RequestRejection(rid, RejectionReason.IN_USE, text)
-        if requests.known.is_copy(rid, frame):
+        if requests.is_copy(rid, frame):
             text = f"rid={rid!r}: this request was served before; send it with another id to have it served again"
             return RequestRejection(rid, RejectionReason.SERVED, text)
-        if requests.known.pop_abort(rid, now_s - bounds.abort_memory_s):
+        if requests.pop_abort(rid, now_s - bounds.abort_memory_s):
             return RequestRejection(rid, RejectionReason.ABORTED, f"rid={rid!r}: was aborted before it arrived")
         if len(frame) > bounds.max_request_bytes:
             text = f"rid={rid!r}: has {len(frame)} bytes, the limit is {bounds.max_request_bytes}; shorten the prompt"
             return RequestRejection(rid, RejectionReason.TOO_LARGE, text)
-        if requests.state is BlockerState.CLOSED:
+        if self.state is BlockerState.CLOSED:
             return _stopped(rid)
-        if requests.state is BlockerState.DRAINING:
+        if self.state is BlockerState.DRAINING:
             text = f"rid={rid!r}: this replica is draining; send the request to another one"
             return RequestRejection(rid, RejectionReason.DRAINING, text)
-        if requests.state is BlockerState.BLOCKED and len(requests.held) >= bounds.max_held_requests:
+        if self.state is BlockerState.BLOCKED and len(requests.held) >= bounds.max_held_requests:
             text = f"rid={rid!r}: input is blocked and {len(requests.held)} requests are held already; try again later"
             return RequestRejection(rid, RejectionReason.HELD_FULL, text)
-        wait_s = requests.bucket.wait_s(now_s)
+        wait_s = self._bucket.wait_s(now_s)
         if wait_s:
             text = (
                 f"rid={rid!r}: exceeds the rate of {bounds.max_requests_per_s:g} requests per second; "
@@ -307,18 +281,17 @@ class InputBlocker:
 
     def _is_copy_in_flight(self, rid: str, frame: bytes) -> bool:
         held = self._requests.held.get(rid)
-        return held.frame == frame if held is not None else self._requests.known.is_copy(rid, frame)
+        return held.frame == frame if held is not None else self._requests.is_copy(rid, frame)
 
     def _admit(self, message: RelayedMessage) -> RelayedMessage:
         rid = message.incoming.rid
-        self._requests.known.on_admitted(rid, message.frame)
-        self._requests.admitted.add(rid)
+        self._requests.on_admitted(rid, message.frame)
         return message
 
     def _reject(self, rejection: RequestRejection, message: RelayedMessage) -> None:
         self.stats.requests_refused += 1
         with self.failures.guard(_REJECTING):
-            self.rejections.reject(rejection, message.incoming)
+            self.reject(rejection, message.incoming)
 
     def _abort(self, message: RelayedMessage) -> Iterator[RelayedMessage]:
         requests, rid = self._requests, message.incoming.rid
@@ -327,22 +300,22 @@ class InputBlocker:
             self.stats.requests_held = len(requests.held)
             text = f"rid={rid!r}: was aborted before it was admitted"
             self._reject(RequestRejection(rid, RejectionReason.ABORTED, text), held)
-        elif rid in requests.admitted or rid in requests.known or rid in self.active_ids:
+        elif rid in requests.admitted or rid in requests.sums or rid in self.active_ids:
             yield message
         else:
-            requests.known.on_early_abort(rid, self.clock())
+            requests.on_early_abort(rid, self.clock())
 
     def _switch(self, kind: InputKind) -> Iterator[RelayedMessage]:
         """Block, unblock or drain. A repetition changes nothing; unblocking also ends a drain."""
         requests = self._requests
-        if requests.state is BlockerState.CLOSED:
+        if self.state is BlockerState.CLOSED:
             return
-        requests.state = {
+        self.state = {
             InputKind.BLOCK: BlockerState.BLOCKED,
             InputKind.UNBLOCK: BlockerState.OPEN,
             InputKind.DRAIN: BlockerState.DRAINING,
         }[kind]
-        if requests.state is BlockerState.BLOCKED:
+        if self.state is BlockerState.BLOCKED:
             return
         # Held requests arrived before the drain, so they are admitted.
         held, requests.held = requests.held, {}

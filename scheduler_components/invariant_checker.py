@@ -444,6 +444,7 @@ class PoolInvariantChecker:
         published: the blocks that the events add up to: a `PublishedBlocks`.
         cached: the blocks in the cache, compared with `published` in the places that it names.
         failures: exceptions of the pools.
+        last_report: the last full check with a violation; None before the first one.
     """
 
     pools: Sequence[AuditedPool]
@@ -453,18 +454,14 @@ class PoolInvariantChecker:
     published: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
     cached: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
+    last_report: PoolReport | None = field(default=None, init=False, repr=False)
     _schedule: _Schedule = field(init=False, repr=False)
-    _found: _Findings = field(init=False, repr=False)
+    _last_sound_step: int = field(default=-1, init=False, repr=False)
+    _open: dict[tuple[str, str, object], PoolViolation] = field(default_factory=dict, init=False, repr=False)
+    _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        policy = self.policy
-        self._schedule = _Schedule(
-            count_every=policy.count_every_steps,
-            locks_every=policy.locks_every_steps,
-            full_check_every=policy.full_check_every_steps,
-            steps_to_locks=policy.locks_every_steps,
-        )
-        self._found = _Findings()
+        self._schedule = _Schedule(policy=self.policy, steps_to_locks=self.policy.locks_every_steps)
 
     def after_step(self, *, is_idle: bool) -> None:
         """Run the checks that are due. Call it after each step, and when the scheduler becomes idle.
@@ -493,32 +490,31 @@ class PoolInvariantChecker:
         counts = tuple(pool.count() for pool in self.pools)
         violations = [violation for pool in self.pools for violation in find_pool_violations(pool, self.log)]
         violations += find_event_violations(self.published, self.cached)
-        found = self._found
-        found.num_full_checks += 1
+        self._counts["censuses"] += 1
         self._schedule.on_full_check(counts, self._count_extra_locks(counts))
-        return PoolReport(self.progress.step, found.last_sound_step, counts, tuple(violations))
+        return PoolReport(self.progress.step, self._last_sound_step, counts, tuple(violations))
 
     def stats(self) -> IntegrityStats:
         """Return the current counters."""
-        return self._found.stats(checks_failed=self.failures.total, stalls=self.progress.num_stalls)
-
-    @property
-    def last_report(self) -> PoolReport | None:
-        """The last full check with a violation; None before the first one."""
-        return self._found.last_report
+        return IntegrityStats(
+            checks_failed=self.failures.total,
+            stalls=self.progress.num_stalls,
+            problems_open=len(self._open),
+            **self._counts,
+        )
 
     def _check(self, *, is_idle: bool) -> PoolReport | None:
         """Add up the counts; return the result of a full check if the counts or the schedule require one."""
-        schedule, found = self._schedule, self._found
+        schedule = self._schedule
         counts = tuple(pool.count() for pool in self.pools)
-        found.num_checks += 1
+        self._counts["checks"] += 1
         is_suspicious = schedule.on_count(counts)
         if is_idle:
             is_suspicious |= schedule.on_idle(sum(count.protected for count in counts))
         if schedule.steps_to_locks <= 0:
             is_suspicious |= schedule.on_locks(self._count_extra_locks(counts))
         if not any(schedule.missing):
-            found.last_sound_step = self.progress.step
+            self._last_sound_step = self.progress.step
         is_due = schedule.steps_to_full_check <= 0 and (is_idle or self.policy.is_full_check_in_steps)
         return self.check_fully() if is_suspicious or is_due else None
 
@@ -531,7 +527,7 @@ class PoolInvariantChecker:
 
     def _report(self, report: PoolReport) -> None:
         """Report the new violations as the policy says."""
-        new = self._found.update(report)
+        new = self._update_open(report)
         if not new or self.policy.action == "count":
             return
         logger.error("%s", "\n  ".join((report.head, *map(str, report.counts), *map(str, new))))
@@ -539,6 +535,19 @@ class PoolInvariantChecker:
             logger.error("%s", "\n".join(_describe_pools(self.pools)))
         if self.policy.action == "raise":
             raise PoolInvariantError(report.step, tuple(map(str, new)))
+
+    def _update_open(self, report: PoolReport) -> list[PoolViolation]:
+        """Replace the open violations by those of `report`; return the new ones. One is new once while it lasts."""
+        now = {violation.key: violation for violation in report.violations}
+        new = [violation for key, violation in now.items() if key not in self._open]
+        known_lost = {page for each in self._open.values() if each.rule == "lost" for page in _named_pages(each)}
+        now_lost = {page for each in new if each.rule == "lost" for page in _named_pages(each)}
+        self._counts["problems"] += len(new)
+        self._counts["pages_lost"] += len(now_lost - known_lost)
+        self._open = now
+        if report.violations:
+            self.last_report = report
+        return new
 
 
 def _describe_pools(pools: Sequence[AuditedPool]) -> Iterator[str]:
@@ -563,11 +572,9 @@ class _Schedule:
     last full check.
     """
 
-    count_every: int
-    locks_every: int
-    full_check_every: int
+    policy: CheckPolicy
+    steps_to_locks: int
     steps_to_count: int = 0
-    steps_to_locks: int = 0
     steps_to_full_check: int = 0
     missing: tuple[int, ...] = ()
     _missing_at_full_check: tuple[int, ...] = ()
@@ -577,21 +584,21 @@ class _Schedule:
     def on_count(self, counts: Sequence[PoolCount]) -> bool:
         """Handle a count of the pools; return whether it requires a full check."""
         self.missing = tuple(count.num_missing for count in counts)
-        num_steps = self.count_every - self.steps_to_count
+        num_steps = self.policy.count_every_steps - self.steps_to_count
         self.steps_to_full_check -= num_steps
         self.steps_to_locks -= num_steps
-        self.steps_to_count = self.count_every
+        self.steps_to_count = self.policy.count_every_steps
         return self.missing != (self._missing_at_full_check or (0,) * len(counts))
 
     def on_locks(self, extra_locks: tuple[int, ...]) -> bool:
         """Handle the locks without holders of each pool; return whether they require a full check."""
-        self.steps_to_locks = self.locks_every
+        self.steps_to_locks = self.policy.locks_every_steps
         return extra_locks != (self._extra_locks_at_full_check or (0,) * len(extra_locks))
 
     def on_full_check(self, counts: Sequence[PoolCount], extra_locks: tuple[int, ...]) -> None:
         self.missing = self._missing_at_full_check = tuple(count.num_missing for count in counts)
         self._extra_locks_at_full_check = extra_locks
-        self.steps_to_full_check = self.full_check_every
+        self.steps_to_full_check = self.policy.full_check_every_steps
 
     def on_idle(self, num_protected: int) -> bool:
         """Handle the number of protected pages while no request holds any; return whether it requires a full check.
@@ -600,43 +607,6 @@ class _Schedule:
         """
         before, self._num_protected = self._num_protected, num_protected
         return num_protected not in (0, before)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Findings:
-    """Counters of the checks, and the open violations. A violation is new only once while it lasts."""
-
-    num_checks: int = 0
-    num_full_checks: int = 0
-    num_violations: int = 0
-    num_pages_lost: int = 0
-    last_sound_step: int = -1
-    last_report: PoolReport | None = None
-    _open: dict[tuple[str, str, object], PoolViolation] = field(default_factory=dict)
-
-    def update(self, report: PoolReport) -> list[PoolViolation]:
-        """Replace the open violations by those of `report`; return the new ones."""
-        now = {violation.key: violation for violation in report.violations}
-        new = [violation for key, violation in now.items() if key not in self._open]
-        known_lost = {page for each in self._open.values() if each.rule == "lost" for page in _named_pages(each)}
-        now_lost = {page for each in new if each.rule == "lost" for page in _named_pages(each)}
-        self.num_violations += len(new)
-        self.num_pages_lost += len(now_lost - known_lost)
-        self._open = now
-        if report.violations:
-            self.last_report = report
-        return new
-
-    def stats(self, *, checks_failed: int, stalls: int) -> IntegrityStats:
-        return IntegrityStats(
-            checks=self.num_checks,
-            censuses=self.num_full_checks,
-            checks_failed=checks_failed,
-            problems=self.num_violations,
-            pages_lost=self.num_pages_lost,
-            stalls=stalls,
-            problems_open=len(self._open),
-        )
 
 
 def _named_pages(violation: PoolViolation) -> Iterator[tuple[str, int]]:

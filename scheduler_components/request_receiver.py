@@ -93,21 +93,6 @@ class NullInputRelay:
 
 
 @dataclass(slots=True, kw_only=True)
-class _InputLog:
-    """Admitted messages that are not relayed yet, and the digest of all relayed frames."""
-
-    pending: deque[RelayedMessage] = field(default_factory=deque)
-    digest: int = 0
-
-    def pop(self, most: int) -> list[RelayedMessage]:
-        return [self.pending.popleft() for _ in range(min(most, len(self.pending)))]
-
-    def on_relayed(self, frames: Sequence[bytes]) -> None:
-        for frame in frames:
-            self.digest = crc32(frame, crc32(len(frame).to_bytes(8, "little"), self.digest))
-
-
-@dataclass(slots=True, kw_only=True)
 class RequestReceiver(Generic[T]):  # noqa: SCH003 - seven parts, and where its input is noted
     """Receives input and broadcasts it to all ranks of a replica. Used on the scheduler's thread.
 
@@ -133,7 +118,8 @@ class RequestReceiver(Generic[T]):  # noqa: SCH003 - seven parts, and where its 
     recv_skipper: RecvSkipper = field(default_factory=RecvSkipper)
     progress: StepProgress = field(default_factory=StepProgress)
     decisions: DecisionSink = field(default_factory=NullDecisionLog)
-    _log: _InputLog = field(default_factory=_InputLog, init=False, repr=False)
+    _pending: deque[RelayedMessage] = field(default_factory=deque, init=False, repr=False)  # admitted, not relayed yet
+    _digest: int = field(default=0, init=False, repr=False)  # of all relayed frames
 
     @property
     def stats(self) -> ReceiverStats:
@@ -145,7 +131,7 @@ class RequestReceiver(Generic[T]):  # noqa: SCH003 - seven parts, and where its 
 
         An idle leading rank calls it, so that a rejected message does not wake the other ranks.
         """
-        most, pending = self.blocker.bounds.max_recv_per_poll, self._log.pending
+        most, pending = self.blocker.bounds.max_recv_per_poll, self._pending
         for frame in self.source.poll(most) if len(pending) < most else ():
             try:
                 incoming = self.reader.read(frame)
@@ -178,8 +164,8 @@ class RequestReceiver(Generic[T]):  # noqa: SCH003 - seven parts, and where its 
         if mode is not ForwardMode.IDLE:  # a rank without work may wait for any time
             self.progress.enter_phase(RECEIVE_PHASE)
         self.poll()
-        messages = self._log.pop(self.blocker.bounds.max_recv_per_poll)
-        own = RelayedInput(step, state_digest, self._log.digest, tuple(message.frame for message in messages))
+        messages = self._pop(self.blocker.bounds.max_recv_per_poll)
+        own = RelayedInput(step, state_digest, self._digest, tuple(message.frame for message in messages))
         try:
             relayed = self.relay.broadcast(own)
             self.stats.receives += 1
@@ -188,9 +174,10 @@ class RequestReceiver(Generic[T]):  # noqa: SCH003 - seven parts, and where its 
             self.blocker.reject_lost(messages)
             raise
         self.progress.enter_phase(IDLE_PHASE)
-        self._log.on_relayed(relayed.frames)
+        for frame in relayed.frames:
+            self._digest = crc32(frame, crc32(len(frame).to_bytes(8, "little"), self._digest))
         if relayed.frames:
-            self.decisions.note("input", step, len(relayed.frames), self._log.digest)
+            self.decisions.note("input", step, len(relayed.frames), self._digest)
         self.blocker.on_broadcast(messages)
         if relayed is own:
             return [cast(T, message.incoming.message) for message in messages]
@@ -199,8 +186,11 @@ class RequestReceiver(Generic[T]):  # noqa: SCH003 - seven parts, and where its 
     def close(self) -> None:
         """Answer the requests that are held or not yet relayed, and close the relay. Safe to call twice."""
         self.blocker.close()
-        self.blocker.reject_lost(self._log.pop(len(self._log.pending)))
+        self.blocker.reject_lost(self._pop(len(self._pending)))
         self.relay.close()
+
+    def _pop(self, most: int) -> list[RelayedMessage]:
+        return [self._pending.popleft() for _ in range(min(most, len(self._pending)))]
 
     def _check(self, own: RelayedInput, leading: RelayedInput) -> None:
         if (own.step, own.state_digest, own.input_digest) != (

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from scheduler_components.values import StallReport
 
-__all__ = ["CONTROL_PHASE", "IDLE_PHASE", "RECEIVE_PHASE", "StallDetector", "StallSink", "StepProgress"]
+__all__ = ["CONTROL_PHASE", "IDLE_PHASE", "RECEIVE_PHASE", "StallDetector", "StepProgress"]
 
 IDLE_PHASE = "idle"
 """The phase of a scheduler that waits for requests. It may last any time without being a stall."""
-
 
 CONTROL_PHASE = "control"
 """The phase of a scheduler that carries out a control request, for example loads weights."""
 
 RECEIVE_PHASE = "receive"
 """The phase of a scheduler with work that waits for its input."""
-
-
-class StallSink(Protocol):
-    """Report stalls: `LogStallSink`. A watchdog calls it on its own thread."""
-
-    def on_stall(self, report: StallReport) -> None:
-        """Handle a phase that has taken too long and continues."""
-        ...
-
-    def on_resume(self, report: StallReport) -> None:
-        """Handle the end of a stall."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

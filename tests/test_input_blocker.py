@@ -22,7 +22,7 @@ class BlockerBench:
         self.clock, self.rejections = FakeClock(), ListRefusalSink()
         self.active_ids: set[str] = set()
         self.blocker = InputBlocker(
-            bounds=InputLimits(**bounds), active_ids=self.active_ids, rejections=self.rejections, clock=self.clock
+            bounds=InputLimits(**bounds), active_ids=self.active_ids, reject=self.rejections.reject, clock=self.clock
         )
 
     def handle(self, *texts: str, is_broadcast: bool = True) -> list[str]:

@@ -30,7 +30,6 @@ DECLARATIONS = {
     "scheduler_components/ports/pools.py": "ports and their null objects",
     "scheduler_components/ports/scheduling.py": "ports",
     "scheduler_components/ports/stats.py": "a port",
-    "scheduler_components/ports/sync.py": "ports",
     "scheduler_engine/frontend/errors.py": "errors",
     "scheduler_engine/text/text_tokenizer.py": "a port",
     "scheduler_components/values/batches.py": "values",
@@ -42,7 +41,6 @@ DECLARATIONS = {
     "scheduler_components/values/request_span.py": "values",
     "scheduler_components/values/sessions.py": "values",
     "scheduler_components/values/stats.py": "values",
-    "scheduler_components/values/sync.py": "values",
     "scheduler_components/values/tiers.py": "values",
     "scheduler_components/values/waiting.py": "values",
 }

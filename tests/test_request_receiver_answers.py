@@ -52,7 +52,7 @@ class AnsweringRank:
             blocker=InputBlocker(
                 bounds=InputLimits(max_recv_per_poll=most, max_held_requests=max_held),
                 active_ids=self.active.keys(),
-                rejections=self,
+                reject=self.reject,
             ),
         )
         self.num_steps = 0
@@ -108,7 +108,7 @@ def test_every_request_is_relayed_once_or_answered_once(
             rank.active.pop(rid, None)
     while rank.source.frames:
         rank.receiver.poll()
-        if rank.receiver._log.pending:
+        if rank.receiver._pending:
             rank.relay.breaks_at.clear()
             rank.step()
             rank.active.clear()
@@ -138,7 +138,7 @@ def test_held_and_waiting_requests_are_answered_at_the_end() -> None:
     rank.source.frames += [b"request:b:1", b"block:", b"request:c:1", b"request:d:1"]
     for _ in range(4):
         rank.receiver.blocker.stats.copy()
-        rank.receiver._log.pending += [
+        rank.receiver._pending += [
             each
             for frame in rank.source.poll(1)
             for each in rank.receiver.blocker.handle(frame, TextInputReader().read(frame))

@@ -18,6 +18,7 @@ from scheduler_components.agreement.proposals import (
     divergence_error,
     elementwise_min,
 )
+from scheduler_components.agreement.sync import SyncCall, SyncGroup
 
 __all__ = [
     "BLOCK_INTS",
@@ -26,6 +27,8 @@ __all__ = [
     "ParallelGroups",
     "Proposal",
     "Slots",
+    "SyncCall",
+    "SyncGroup",
     "all_reduce_min",
     "close_groups",
     "divergence_error",

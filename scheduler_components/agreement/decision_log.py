@@ -39,7 +39,7 @@ import msgspec
 from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
 from scheduler_components.errors import ConfigError, DecisionDivergenceError
-from scheduler_components.ports import DivergenceSink, NullDecisionLog, NullDivergenceSink
+from scheduler_components.ports import NullDecisionLog
 from scheduler_components.values import (
     Decision,
     DecisionDump,
@@ -53,7 +53,6 @@ from scheduler_components.values import (
 __all__ = [
     "DECISION_KINDS",
     "DecisionLog",
-    "NullDecisionLog",
     "describe_divergence",
     "note_calls",
 ]
@@ -141,21 +140,6 @@ class _Records:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Ring:
-    """The agreed decisions of the latest steps, oldest first."""
-
-    records: deque[_Records] = field(default_factory=deque)
-    num_bytes: int = 0
-
-    def append(self, records: _Records, most: int) -> None:
-        """Append the decisions of a step, and forget the oldest steps beyond ``most`` bytes."""
-        self.records.append(records)
-        self.num_bytes += len(records.body)
-        while self.num_bytes > most or len(self.records) > _MAX_PENDING:
-            self.num_bytes -= len(self.records.popleft().body)
-
-
-@dataclass(slots=True, kw_only=True)
 class _Chain:
     """The digest over all decisions, the decisions since the last agreement, and those before it.
 
@@ -163,7 +147,7 @@ class _Chain:
         digest: over all decisions since the start, or since the last divergence.
         open: the decisions since the last `DecisionLog.fill`.
         proposed: those that it closed, until the agreed values are applied.
-        ring: agreed decisions.
+        ring: the agreed decisions of the latest steps, oldest first, and `num_ring_bytes` of them.
         counts: what `DecisionStats` reports.
         reported_kinds: unregistered kinds that are logged already.
         num_quiet_steps_left: agreements without a difference until the episode of divergences ends; 0 without one.
@@ -172,10 +156,18 @@ class _Chain:
     digest: blake2b = field(default_factory=lambda: blake2b(digest_size=8))
     open: _Records = field(default_factory=_Records)
     proposed: _Records = field(default_factory=_Records)
-    ring: _Ring = field(default_factory=_Ring)
+    ring: deque[_Records] = field(default_factory=deque)
+    num_ring_bytes: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     reported_kinds: set[str] = field(default_factory=set)
     num_quiet_steps_left: int = 0
+
+    def keep_proposed(self, most: int) -> None:
+        """Append the decisions of the last step to the ring, and forget the oldest steps beyond ``most`` bytes."""
+        self.ring.append(self.proposed)
+        self.num_ring_bytes += len(self.proposed.body)
+        while self.num_ring_bytes > most or len(self.ring) > _MAX_PENDING:
+            self.num_ring_bytes -= len(self.ring.popleft().body)
 
     def restart(self, step: int) -> None:
         """Begin a new digest, the same on all ranks, with the decisions since the last `DecisionLog.fill`."""
@@ -197,7 +189,8 @@ class DecisionLog:
             is logged and dumped, and an episode ends with a hundred agreements without a divergence.
         ring_bytes: memory for encoded decisions: those since the last agreement, and as many bytes before it.
         kinds: the registered kinds. A note of another kind is counted, logged once and compared like all others.
-        sink: receives the recent decisions under the policies ``"dump"`` and ``"stop"``.
+        sink: receives a dump of the recent decisions under the policies ``"dump"`` and ``"stop"``; for example
+            ``FileDivergenceSink.write``.
         failures: dumps that could not be written, and values that `note_calls` could not compute.
         first_divergence, last_divergence: the reports; None while the ranks agree.
     """
@@ -206,7 +199,7 @@ class DecisionLog:
     policy: DivergencePolicy = "log"
     ring_bytes: int = 65_536
     kinds: Mapping[str, DecisionKind] = field(default_factory=lambda: DECISION_KINDS)
-    sink: DivergenceSink = field(default_factory=NullDivergenceSink)
+    sink: Callable[[DecisionDump], None] = lambda _: None
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     first_divergence: DivergenceReport | None = field(default=None, init=False)
     last_divergence: DivergenceReport | None = field(default=None, init=False)
@@ -264,7 +257,7 @@ class DecisionLog:
         """
         chain = self._chain
         if agreed.flags["decisions"]:
-            chain.ring.append(chain.proposed, self.ring_bytes)
+            chain.keep_proposed(self.ring_bytes)
             if chain.num_quiet_steps_left:
                 self._count_quiet_step(step)
             return
@@ -290,7 +283,7 @@ class DecisionLog:
         """
         chain = self._chain
         report = _find_divergence(_unpack_rings(gathered), step=chain.proposed.step, found_at_step=step)
-        chain.ring.append(chain.proposed, self.ring_bytes)
+        chain.keep_proposed(self.ring_bytes)
         chain.restart(step)
         chain.counts["num_divergences"] += 1
         chain.counts["num_unknown"] += report.is_unknown
@@ -300,7 +293,7 @@ class DecisionLog:
 
     def recent(self) -> tuple[tuple[int, tuple[Decision, ...]], ...]:
         """Return (step, its decisions) of the agreed decisions in the ring, oldest first."""
-        return tuple((records.step, records.decisions()) for records in self._chain.ring.records)
+        return tuple((records.step, records.decisions()) for records in self._chain.ring)
 
     def stats(self) -> DecisionStats:
         """Return the counters."""
@@ -352,7 +345,7 @@ class DecisionLog:
             logger.error("%s", sentence)
             if self.policy != "log":
                 with self.failures.guard("writing a dump of decisions"):
-                    self.sink.write(DecisionDump(self.groups.rank, report, self.recent()))
+                    self.sink(DecisionDump(self.groups.rank, report, self.recent()))
         if self.policy == "stop":
             decisions = _describe_decisions(report, self.kinds)
             raise DecisionDivergenceError(report.step, self.groups.rank, decisions, sentence)

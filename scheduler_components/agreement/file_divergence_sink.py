@@ -16,7 +16,7 @@ __all__ = ["FileDivergenceSink"]
 
 @attrs.frozen(kw_only=True)
 class FileDivergenceSink:
-    """A ``DivergenceSink`` that writes one JSON file per dump and overwrites none.
+    """Its ``write`` is the ``sink`` of a ``DecisionLog``: it writes one JSON file per dump and overwrites none.
 
     The names are ``decisions-rank<rank>-step<step>.json``, with the step that found the difference, so the files of
     all ranks of one divergence are found together. Decisions may contain ids of requests: only the owner of the

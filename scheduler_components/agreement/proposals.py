@@ -51,7 +51,14 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from scheduler_components.agreement.sync_call import MAX_OPERATION_BYTES, describe_calls, pack_call, unpack_calls
+from scheduler_components.agreement.sync import (
+    MAX_OPERATION_BYTES,
+    SyncCall,
+    SyncGroup,
+    describe_calls,
+    pack_call,
+    unpack_calls,
+)
 from scheduler_components.errors import (
     ComponentError,
     ConfigError,
@@ -60,8 +67,6 @@ from scheduler_components.errors import (
     SyncDivergenceError,
     SyncTimeoutError,
 )
-from scheduler_components.ports import SyncGroup
-from scheduler_components.values import SyncCall
 
 __all__ = [
     "BLOCK_INTS",

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from threading import Condition
 
 from scheduler_components.agreement import ParallelGroups, elementwise_min
-from scheduler_components.agreement.sync_call import describe_calls
+from scheduler_components.agreement.sync import SyncCall, describe_calls
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
-from scheduler_components.values import SyncCall
 
 __all__ = ["ThreadSyncGroup", "ThreadSyncHub"]
 

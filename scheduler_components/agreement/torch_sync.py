@@ -16,9 +16,8 @@ from time import monotonic
 from scheduler_components._internal.extras import naming_extras
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.agreement.rank_groups import RankGroups, agreeing_ranks, ordered_groups
-from scheduler_components.agreement.sync_call import SYNC_CALL_INTS, describe_calls, pack_call, unpack_call
+from scheduler_components.agreement.sync import SYNC_CALL_INTS, SyncCall, describe_calls, pack_call, unpack_call
 from scheduler_components.errors import ConfigError, StartError, SyncDivergenceError, SyncTimeoutError, first_line
-from scheduler_components.values import SyncCall
 
 with naming_extras:
     import torch

@@ -22,9 +22,9 @@ import msgspec
 from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components._internal.validators import check_number
 from scheduler_components.values import StallReport
-from scheduler_components.watchdog import StallDetector, StallSink, StepProgress
+from scheduler_components.watchdog import StallDetector, StepProgress
 
-__all__ = ["LogStallSink", "ThreadWatchdog", "open_thread_watchdog"]
+__all__ = ["ThreadWatchdog", "log_stall", "open_thread_watchdog"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +33,12 @@ _MAX_INTERVAL_S = 1.0
 _REPORTING = "reporting a stall"
 
 
-class LogStallSink:
-    """A `StallSink` that logs each stall with its stacks, and its end."""
-
-    def on_stall(self, report: StallReport) -> None:
-        logger.error("%s\n%s", report, report.stacks)
-
-    def on_resume(self, report: StallReport) -> None:
+def log_stall(report: StallReport) -> None:
+    """Log a stall with its stacks, or its end."""
+    if report.is_resolved:
         logger.warning("%s", report)
+    else:
+        logger.error("%s\n%s", report, report.stacks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +47,7 @@ class ThreadWatchdog:
 
     Attributes:
         detector: detects stalls.
-        sink: receives reports, on the watchdog's thread.
+        sink: receives the report of each stall, and of its end, on the watchdog's thread.
         watched: ident of the scheduler's thread; its stack comes first.
         stack_dump_file: where the interpreter writes the stacks if this thread cannot run; None for nowhere. A process
             has only one such dump.
@@ -58,7 +56,7 @@ class ThreadWatchdog:
     """
 
     detector: StallDetector
-    sink: StallSink
+    sink: Callable[[StallReport], None]
     watched: int
     stack_dump_file: TextIO | None = None
     clock: Callable[[], float] = time.monotonic
@@ -99,11 +97,9 @@ class ThreadWatchdog:
 
     def _report(self, report: StallReport) -> None:
         with self.failures.guard(_REPORTING):
-            if report.is_resolved:
-                self.sink.on_resume(report)
-            else:
-                stacks = "\n".join(_format_stacks(first=self.watched))
-                self.sink.on_stall(msgspec.structs.replace(report, stacks=stacks))
+            if not report.is_resolved:
+                report = msgspec.structs.replace(report, stacks="\n".join(_format_stacks(first=self.watched)))
+            self.sink(report)
 
 
 def _format_stacks(*, first: int) -> Iterator[str]:
@@ -122,7 +118,7 @@ def open_thread_watchdog(
     *,
     rank: str,
     after_s: float,
-    sink: StallSink | None = None,
+    sink: Callable[[StallReport], None] = log_stall,
     stack_dump_file: TextIO | None = None,
 ) -> ThreadWatchdog:
     """Start a watchdog for the calling thread, which writes `progress`.
@@ -131,7 +127,7 @@ def open_thread_watchdog(
         progress: the current step and phase.
         rank: description of the rank, for reports.
         after_s: seconds in one phase after which it is a stall.
-        sink: receives reports on the watchdog's thread; a log by default.
+        sink: receives the report of each stall, and of its end, on the watchdog's thread.
         stack_dump_file: a file with a descriptor, where the interpreter writes all stacks if a call holds the GIL.
 
     Raises:
@@ -140,7 +136,7 @@ def open_thread_watchdog(
     check_number("after_s", after_s)
     watchdog = ThreadWatchdog(
         detector=StallDetector(progress=progress, rank=rank, after_s=after_s),
-        sink=sink if sink is not None else LogStallSink(),
+        sink=sink,
         watched=threading.get_ident(),
         stack_dump_file=stack_dump_file,
     )

@@ -18,7 +18,6 @@ import msgspec
 
 from scheduler_components.engines.sglang_load import (
     CountedWaitingQueue,
-    SglangHybridPoolSource,
     SglangLoadInquirer,
     SglangLoadSource,
     SglangMetricsReporter,
@@ -136,8 +135,6 @@ class SglangComponents:
         self._queue = type(scheduler).waiting_queue = WaitingQueueDescriptor(waiting, queues)
         scheduler.load_inquirer = SglangLoadInquirer(
             loads=self._loads,
-            queues=queues,
-            work=scheduler,
             shapes=import_module("sglang.srt.managers.load_snapshot"),
         )
 
@@ -307,12 +304,9 @@ def _compose_loads(scheduler: Any, parallel: ParallelState) -> SglangLoadSource:
     reporter = scheduler.metrics_reporter
     capacity_tokens = scheduler.max_total_num_tokens * scheduler.kv_shard_widening
     queues = SglangQueueSource(owner=scheduler, reporter=reporter)
-    pool: SglangPoolSource | SglangHybridPoolSource
-    size = {"capacity_tokens": scheduler.max_total_num_tokens, "page_size": scheduler.page_size}
-    if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm or scheduler.enable_hisparse:
-        pool = SglangHybridPoolSource(observer=scheduler.pool_stats_observer, **size)
-    else:
-        pool = SglangPoolSource(allocator=scheduler.token_to_kv_pool_allocator, cache=scheduler.tree_cache, **size)
+    pool = SglangPoolSource(
+        read=_pool_reader(scheduler), capacity_tokens=scheduler.max_total_num_tokens, page_size=scheduler.page_size
+    )
     rates = SglangRateSource(
         reporter=reporter,
         queues=queues,
@@ -324,10 +318,18 @@ def _compose_loads(scheduler: Any, parallel: ParallelState) -> SglangLoadSource:
         inquirer=LoadInquirer(parallel=parallel, queues=queues, pool=pool, rates=rates, sections=rates),
         queues=queues,
         pool=pool,
-        work=scheduler,
         reporter=reporter,
         capacity_tokens=capacity_tokens,
     )
+
+
+def _pool_reader(scheduler: Any) -> Callable[[], tuple[int, float | None]]:
+    """Return what reads the plain KV pool, or the fullest of several pools (sliding windows, state spaces)."""
+    if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm or scheduler.enable_hisparse:
+        return lambda: scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
+    allocator, cache = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    capacity_tokens = scheduler.max_total_num_tokens
+    return lambda: (capacity_tokens - allocator.available_size() - cache.evictable_size(), None)
 
 
 def _memory(scheduler: Any, capacity_tokens: int) -> MemoryLoad | None:

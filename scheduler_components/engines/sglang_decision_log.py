@@ -133,7 +133,7 @@ class SglangDecisionLog:
             ConfigError: the scheduler lacks a method, so it is of another release; nothing is noted.
         """
         assert self.policy is not None
-        sink = FileDivergenceSink(directory=self.directory)
+        sink = FileDivergenceSink(directory=self.directory).write
         log = DecisionLog(groups=groups, policy=self.policy, kinds=SGLANG_DECISION_KINDS, sink=sink)
         with ExitStack() as undoing:
             for owner, method, kind, values in _NOTED_CALLS:

@@ -8,8 +8,9 @@ enters or leaves, so that a report iterates over nothing. Written for SGLang 0.5
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Protocol, SupportsIndex
 
 import msgspec
@@ -22,7 +23,6 @@ from scheduler_components.values import LoadSections, LoadSnapshot, LoraLoad, Me
 __all__ = [
     "CountedWaitingQueue",
     "SglangLoadInquirer",
-    "SglangHybridPoolSource",
     "SglangLoadSource",
     "SglangPoolSource",
     "SglangQueueSource",
@@ -177,14 +177,17 @@ class CountedWaitingQueue(list[Any], CountedQueue):
         return self
 
 
-class SglangQueueOwner(Protocol):
-    """The queues of SGLang's scheduler."""
+class SglangScheduler(Protocol):
+    """The queues of SGLang's scheduler, and its counters since its start."""
 
     waiting_queue: Any
     running_batch: Any
     chunked_req: Any
     max_running_requests: int
     policy: Any
+    total_prefill_uncached_tokens: int
+    total_prefill_busy_us: int
+    decode_moment_totals: list[float]
 
 
 class SglangMetricsReporter(Protocol):
@@ -200,7 +203,7 @@ class SglangMetricsReporter(Protocol):
 class SglangQueueSource:
     """The port ``QueueSource``, and SGLang's estimate of uncached tokens. SGLang rebinds its queues: read them late."""
 
-    owner: SglangQueueOwner
+    owner: SglangScheduler
     reporter: SglangMetricsReporter
 
     @property
@@ -247,68 +250,29 @@ class WaitingQueueDescriptor:
         self.queue = queue
 
 
-class SglangTokenAllocator(Protocol):
-    """SGLang's allocator of a plain KV pool."""
-
-    def available_size(self) -> int:
-        """Free tokens."""
-        ...
-
-
-class SglangEvictableCache(Protocol):
-    """SGLang's prefix cache."""
-
-    def evictable_size(self) -> int:
-        """Tokens that no request uses."""
-        ...
-
-
 @dataclass(slots=True, kw_only=True)
 class SglangPoolSource:
-    """The port ``PoolSource`` of a plain KV pool."""
+    """The port ``PoolSource``.
 
-    allocator: SglangTokenAllocator
-    cache: SglangEvictableCache
+    Attributes:
+        read: returns the used tokens, and the usage of the fullest pool; None where the report computes the usage.
+        capacity_tokens, page_size: of the pool.
+    """
+
+    read: Callable[[], tuple[int, float | None]]
     capacity_tokens: int
     page_size: int
+    _token_usage: float | None = field(default=None, init=False)
 
     @property
     def used_tokens(self) -> int:
         """Tokens that are neither free nor evictable."""
-        return self.capacity_tokens - self.allocator.available_size() - self.cache.evictable_size()
-
-    def token_usage(self, load: LoadSnapshot) -> float:
-        """Return the usage in a report of this pool."""
-        return load.token_usage
-
-
-class SglangPoolObserver(Protocol):
-    """SGLang's ``SchedulerPoolStatsObserver``."""
-
-    def get_pool_stats(self) -> Any:
-        """Read all pools."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class SglangHybridPoolSource:
-    """The port ``PoolSource`` of several pools (sliding windows, state spaces): the fullest one counts."""
-
-    observer: SglangPoolObserver
-    capacity_tokens: int
-    page_size: int
-    _token_usage: float = 0.0
-
-    @property
-    def used_tokens(self) -> int:
-        """Used tokens, as SGLang computes them."""
-        used_tokens: int
-        used_tokens, self._token_usage = self.observer.get_pool_stats().get_kv_token_stats()
+        used_tokens, self._token_usage = self.read()
         return used_tokens
 
-    def token_usage(self, _load: LoadSnapshot) -> float:
-        """Return the usage of the fullest pool, whose capacity differs from the report's."""
-        return self._token_usage
+    def token_usage(self, load: LoadSnapshot) -> float:
+        """Return the usage in a report: with several pools that of the fullest, whose capacity differs from it."""
+        return load.token_usage if self._token_usage is None else self._token_usage
 
 
 @dataclass(slots=True, kw_only=True)
@@ -356,14 +320,6 @@ class SglangRateSource:
         return LoadSections(queues=queues, lora=lora, speculative=speculative, memory=self.memory)
 
 
-class SglangWorkCounters(Protocol):
-    """The counters of SGLang's scheduler since its start."""
-
-    total_prefill_uncached_tokens: int
-    total_prefill_busy_us: int
-    decode_moment_totals: list[float]
-
-
 @dataclass(slots=True, kw_only=True)
 class SglangLoadSource:
     """The port ``LoadSource``: the component's report, with the fields that SGLang counts in another way.
@@ -374,8 +330,7 @@ class SglangLoadSource:
 
     inquirer: LoadSource
     queues: SglangQueueSource
-    pool: SglangPoolSource | SglangHybridPoolSource
-    work: SglangWorkCounters
+    pool: SglangPoolSource
     reporter: SglangMetricsReporter
     capacity_tokens: int
 
@@ -388,20 +343,9 @@ class SglangLoadSource:
             max_total_num_tokens=self.capacity_tokens,
             token_usage=self.pool.token_usage(load),
             utilization=self.reporter.stats.utilization,
-            total_prefill_uncached_tokens=self.work.total_prefill_uncached_tokens,
-            total_prefill_busy_us=self.work.total_prefill_busy_us,
+            total_prefill_uncached_tokens=self.queues.owner.total_prefill_uncached_tokens,
+            total_prefill_busy_us=self.queues.owner.total_prefill_busy_us,
         )
-
-
-class SglangLoadStructs(Protocol):
-    """SGLang's module ``load_snapshot``: the structs for its other processes."""
-
-    LoadSnapshot: type[Any]
-    MemoryMetrics: type[Any]
-    SpeculativeMetrics: type[Any]
-    LoRAMetrics: type[Any]
-    DisaggregationMetrics: type[Any]
-    QueueMetrics: type[Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -409,21 +353,17 @@ class SglangLoadInquirer:
     """The members of ``load_inquirer`` that SGLang's call sites use.
 
     Attributes:
-        loads: source of the report.
-        queues: has the pending tokens during the composition of a batch.
-        work: has the moments of decode steps, which this kit's report lacks.
-        shapes: SGLang's structs.
+        loads: source of the report. Its scheduler has the moments of decode steps, which this kit's report lacks.
+        shapes: SGLang's module ``load_snapshot``: the structs for its other processes.
     """
 
     loads: SglangLoadSource
-    queues: SglangQueueSource
-    work: SglangWorkCounters
-    shapes: SglangLoadStructs
+    shapes: ModuleType
 
     def get_loads(self) -> Any:
         """Return the current load as SGLang's ``LoadSnapshot``."""
         load, shapes, stats = self.loads.get_loads(), self.shapes, self.loads.reporter.stats
-        moments = self.work.decode_moment_totals
+        moments = self.loads.queues.owner.decode_moment_totals
         memory, speculative, lora, queues = load.memory, load.speculative, load.lora, load.queues
         return shapes.LoadSnapshot(
             timestamp=load.timestamp,
@@ -460,8 +400,9 @@ class SglangLoadInquirer:
 
     def _get_num_pending_tokens(self, chunk_deduct: int = 0) -> int:
         """Return the pending tokens; SGLang calls this before the chunk of this step is computed."""
-        pending_tokens: int = self.queues.owner.waiting_queue.totals()[1]
-        request = self.queues.owner.chunked_req
+        scheduler = self.loads.queues.owner
+        pending_tokens: int = scheduler.waiting_queue.totals()[1]
+        request = scheduler.chunked_req
         return (
             pending_tokens if request is None else pending_tokens + request.seqlen - request.prefix_len - chunk_deduct
         )

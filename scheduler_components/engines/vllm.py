@@ -20,10 +20,11 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias
 
 from scheduler_components._internal.lazy import lazy_exports
 from scheduler_components.engines.settings import (
@@ -94,20 +95,8 @@ class VllmPublisher(Protocol):
     def get_publisher_config(self) -> VllmConfig | None: ...
 
 
-class VllmPublisherConstructor(Protocol):
-    """An entry of vLLM's table: ``config`` has the fields of its configuration."""
-
-    def __call__(self, *, data_parallel_rank: int = 0, **config: Any) -> VllmPublisher: ...
-
-
-class VllmKvEventsModule(Protocol):
-    """The module ``vllm.distributed.kv_events``."""
-
-    KVEventsConfig: type[Any]
-    EventPublisher: type[Any]
-    EventPublisherFactory: Any
-    KVEventBatch: type[Any]
-    NullEventPublisher: type[Any]
+VllmPublisherConstructor: TypeAlias = Callable[..., VllmPublisher]
+"""An entry of vLLM's table: called with ``data_parallel_rank`` and the fields of vLLM's configuration."""
 
 
 def register(environ: Mapping[str, str] | None = None) -> None:
@@ -122,7 +111,7 @@ def register(environ: Mapping[str, str] | None = None) -> None:
     is_named = PLUGIN_NAME in environ.get(_PLUGINS_VARIABLE, "").split(",")
     if not is_named and not environ.get(KV_EVENTS_VARIABLE, "").strip():
         return
-    theirs: VllmKvEventsModule = import_module("vllm.distributed.kv_events")
+    theirs = import_module("vllm.distributed.kv_events")
     publishers: dict[str, VllmPublisherConstructor] = theirs.EventPublisherFactory._registry
     own = publishers["zmq"]
     if isinstance(own, VllmPublisherFactory):
@@ -144,7 +133,7 @@ class VllmPublisherFactory:
 
     environ: Mapping[str, str]
     own: VllmPublisherConstructor
-    theirs: VllmKvEventsModule
+    theirs: ModuleType
 
     def __call__(self, *, data_parallel_rank: int = 0, **config: Any) -> VllmPublisher:
         """Open the publisher of one rank; ``config`` is vLLM's ``KVEventsConfig`` without its two switches.
@@ -155,7 +144,7 @@ class VllmPublisherFactory:
         whole = _with_defaults(self.theirs.KVEventsConfig) | config
         try:
             settings, switches = read_plugin_settings(self.environ, switches={ONCE_PER_BLOCK: True})
-            publisher = ZmqEventPublisher(data_parallel_rank, config=self._checked(whole, settings))
+            publisher = ZmqEventPublisher(data_parallel_rank, config=_to_kit_settings(self.theirs, whole, settings))
         except ConfigError as error:
             is_closed = may_require_keys(self.environ)
             log_fallback(_log, error, engine="vLLM", is_closed=is_closed)
@@ -165,38 +154,40 @@ class VllmPublisherFactory:
             return self.own(data_parallel_rank=data_parallel_rank, **config)
         published = _filter_copies(data_parallel_rank) if ONCE_PER_BLOCK in switches else None
         _patch_reset_to_publish(self.theirs)
-        described = self._described(whole, data_parallel_rank, publisher)
+        described = _described(self.theirs, whole, data_parallel_rank, publisher)
         _log.info(
             "scheduler-components publishes the KV events of rank %d at %s", data_parallel_rank, described.endpoint
         )
         return VllmEventPublisher(publisher=publisher, config=described, published=published)
 
-    def _described(self, config: dict[str, Any], rank: int, publisher: ZmqEventPublisher) -> Any:
-        """Return vLLM's configuration with the addresses of this rank."""
-        resolved = config | {
-            "endpoint": _resolved(config["endpoint"], rank, publisher.endpoint),
-            "replay_endpoint": _resolved(config["replay_endpoint"], rank, publisher.replay_endpoint),
-        }
-        return self.theirs.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **resolved)
 
-    def _checked(self, config: dict[str, Any], settings: KVEventsConfig) -> KVEventsConfig:
-        """Return vLLM's settings as this kit's, with those of the environment."""
-        standard = _with_defaults(self.theirs.KVEventsConfig)
-        for name in config.keys() - set(ENGINE_SETTINGS):
-            if config[name] != standard.get(name):
-                problem = "is a setting of vLLM that scheduler-components does not know"
-                raise ConfigError(name, config[name], problem, "remove it, or upgrade scheduler-components")
-        endpoint, binds = _events_address(config["endpoint"], settings.bind)
-        replay = config["replay_endpoint"]
-        return settings.changed(
-            endpoint=str(endpoint),
-            replay_endpoint=None if not replay else str(_on_this_node(Endpoint.parse(replay, field="replay_endpoint"))),
-            buffer_steps=config["buffer_steps"],
-            hwm=config["hwm"] or UNLIMITED,
-            max_queue_size=max(0, config["max_queue_size"]) or UNLIMITED,
-            topic=config["topic"],
-            bind=binds,
-        )
+def _described(theirs: ModuleType, config: dict[str, Any], rank: int, publisher: ZmqEventPublisher) -> Any:
+    """Return vLLM's configuration with the addresses of this rank."""
+    resolved = config | {
+        "endpoint": _resolved(config["endpoint"], rank, publisher.endpoint),
+        "replay_endpoint": _resolved(config["replay_endpoint"], rank, publisher.replay_endpoint),
+    }
+    return theirs.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **resolved)
+
+
+def _to_kit_settings(theirs: ModuleType, config: dict[str, Any], settings: KVEventsConfig) -> KVEventsConfig:
+    """Return vLLM's settings as this kit's, with those of the environment."""
+    standard = _with_defaults(theirs.KVEventsConfig)
+    for name in config.keys() - set(ENGINE_SETTINGS):
+        if config[name] != standard.get(name):
+            problem = "is a setting of vLLM that scheduler-components does not know"
+            raise ConfigError(name, config[name], problem, "remove it, or upgrade scheduler-components")
+    endpoint, binds = _events_address(config["endpoint"], settings.bind)
+    replay = config["replay_endpoint"]
+    return settings.changed(
+        endpoint=str(endpoint),
+        replay_endpoint=None if not replay else str(_on_this_node(Endpoint.parse(replay, field="replay_endpoint"))),
+        buffer_steps=config["buffer_steps"],
+        hwm=config["hwm"] or UNLIMITED,
+        max_queue_size=max(0, config["max_queue_size"]) or UNLIMITED,
+        topic=config["topic"],
+        bind=binds,
+    )
 
 
 def open_event_stream(config: Any, rank: int, environ: Mapping[str, str] | None = None) -> VllmEventPublisher:
@@ -214,13 +205,11 @@ def open_event_stream(config: Any, rank: int, environ: Mapping[str, str] | None 
     if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
         return VllmEventPublisher(publisher=NullEventPublisher(), config=None)
     environ = os.environ if environ is None else environ  # noqa: SCH007 the plugin's variable holds for this, too
-    theirs: VllmKvEventsModule = import_module("vllm.distributed.kv_events")
-    own: VllmPublisherConstructor = theirs.NullEventPublisher  # type: ignore[assignment]  # never called
-    factory = VllmPublisherFactory(environ=environ, own=own, theirs=theirs)
+    theirs = import_module("vllm.distributed.kv_events")
     whole = {name: getattr(config, name) for name in _with_defaults(theirs.KVEventsConfig)}
     settings = read_plugin_settings(environ, switches={ONCE_PER_BLOCK: True})[0].changed(dialect="vllm")
-    publisher = ZmqEventPublisher(rank, config=factory._checked(whole, settings))
-    return VllmEventPublisher(publisher=publisher, config=factory._described(whole, rank, publisher))
+    publisher = ZmqEventPublisher(rank, config=_to_kit_settings(theirs, whole, settings))
+    return VllmEventPublisher(publisher=publisher, config=_described(theirs, whole, rank, publisher))
 
 
 def _events_address(text: str, binds: bool | None) -> tuple[Endpoint, bool]:
@@ -243,7 +232,7 @@ def _filter_copies(rank: int) -> VllmPublishedBlocks | None:
     return VllmPublishedBlocks()
 
 
-def _patch_reset_to_publish(theirs: VllmKvEventsModule) -> None:
+def _patch_reset_to_publish(theirs: ModuleType) -> None:
     """Patch vLLM's scheduler in this process to publish what a reset of its prefix cache changed; safe to call again.
 
     vLLM publishes at the end of a step, and makes no step while it is idle.

@@ -10,7 +10,7 @@ An interface with one consumer is declared in the file of that consumer.
 from __future__ import annotations
 
 from scheduler_components.ports.control import ComputeGate, NullComputeGate
-from scheduler_components.ports.decisions import DecisionSink, DivergenceSink, NullDecisionLog, NullDivergenceSink
+from scheduler_components.ports.decisions import DecisionSink, NullDecisionLog
 from scheduler_components.ports.grammar import CompiledGrammar, GrammarBackend, GrammarMatcher
 from scheduler_components.ports.kv_events import (
     HeldBlocksSource,
@@ -71,7 +71,6 @@ from scheduler_components.ports.scheduling import (
     SchedulingPolicy,
 )
 from scheduler_components.ports.stats import StatsSource
-from scheduler_components.ports.sync import SyncGroup
 
 __all__ = [
     "AllocationSink",
@@ -80,7 +79,6 @@ __all__ = [
     "CopyEvent",
     "DecisionSink",
     "DeviceMemory",
-    "DivergenceSink",
     "ForwardPassSink",
     "GrammarBackend",
     "GrammarMatcher",
@@ -100,7 +98,6 @@ __all__ = [
     "NullComputeGate",
     "NullCopyEvent",
     "NullDecisionLog",
-    "NullDivergenceSink",
     "NullForwardPassSink",
     "NullHeldBlocksSource",
     "NullIdlePages",
@@ -130,6 +127,5 @@ __all__ = [
     "SchedulingPolicy",
     "SpanSink",
     "StatsSource",
-    "SyncGroup",
     "ZeroCopyPageStore",
 ]

@@ -1,12 +1,12 @@
-"""Decisions that all ranks of a replica take alike: where components note them, and who receives a dump of them."""
+"""Where components note the decisions that all ranks of a replica take alike."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from scheduler_components.values import DecisionDump, DecisionStats
+from scheduler_components.values import DecisionStats
 
-__all__ = ["DecisionSink", "DivergenceSink", "NullDecisionLog", "NullDivergenceSink"]
+__all__ = ["DecisionSink", "NullDecisionLog"]
 
 
 class DecisionSink(Protocol):
@@ -45,18 +45,3 @@ class NullDecisionLog:
 
     def stats(self) -> DecisionStats:
         return DecisionStats()
-
-
-class DivergenceSink(Protocol):
-    """Receives the recent decisions of a rank when the ranks have diverged, for example to write them to a file."""
-
-    def write(self, dump: DecisionDump) -> None:
-        """Store the dump. An exception is counted and logged."""
-        ...
-
-
-class NullDivergenceSink:
-    """The sink of a log that writes no dumps."""
-
-    def write(self, dump: DecisionDump) -> None:
-        pass

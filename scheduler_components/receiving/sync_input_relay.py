@@ -17,10 +17,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components.agreement import BLOCK_INTS, MIN_NEUTRAL, all_reduce_min, close_groups, divergence_error
+from scheduler_components.agreement import (
+    BLOCK_INTS,
+    MIN_NEUTRAL,
+    SyncCall,
+    SyncGroup,
+    all_reduce_min,
+    close_groups,
+    divergence_error,
+)
 from scheduler_components.errors import ComponentError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.ports import SyncGroup
-from scheduler_components.values import RelayedInput, SyncCall
+from scheduler_components.values import RelayedInput
 
 __all__ = ["SyncGroupRelay"]
 

@@ -196,7 +196,7 @@ class ListSink(_FailingSink, Generic[T]):
 
 
 class ListRefusalSink(_FailingSink):
-    """A ``RejectionSink`` that keeps the rejections."""
+    """Keeps the rejections: its ``reject`` is for an ``InputBlocker``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from scheduler_components.agreement import AgreedValues, Proposal, elementwise_min
+from scheduler_components.agreement import AgreedValues, Proposal, SyncCall, elementwise_min
 from scheduler_components.agreement.decision_log import DecisionLog
-from scheduler_components.agreement.sync_call import describe_calls
+from scheduler_components.agreement.sync import describe_calls
 from scheduler_components.errors import ConfigError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.values import SyncCall
 
 __all__ = ["InProcessGroups", "agree_on_decisions"]
 

@@ -91,7 +91,6 @@ from scheduler_components.values.stats import (
     SchedulerCounters,
     SchedulerStats,
 )
-from scheduler_components.values.sync import SyncCall
 from scheduler_components.values.tiers import CachedTokens, TierStats
 from scheduler_components.values.waiting import AgreedQueueStats, DeadlineStats, LoraStats, RequestTimeouts
 
@@ -181,7 +180,6 @@ __all__ = [
     "SessionStats",
     "SpeculativeLoad",
     "StallReport",
-    "SyncCall",
     "TierStats",
     "TraceParent",
     "TokenOutput",

@@ -21,35 +21,12 @@ from scheduler_components.errors import QueueFullError
 from scheduler_components.ports import CompiledGrammar
 from scheduler_components.values import GrammarKey, GrammarStats
 from scheduler_components.waiting.agreed_queue import AgreedQueue
-from scheduler_components.waiting.request_grammar import RequestGrammar
+from scheduler_components.waiting.held_request import HeldRequest, RequestGrammar
 
-__all__ = ["CompileResult", "GrammarCompiler", "GrammarQueue", "GrammarRequest"]
-
-
-class GrammarRequest(Protocol):
-    """The members of a request that ``GrammarQueue`` reads and writes.
-
-    Attributes:
-        grammar: written when this rank has compiled it, and None until then.
-    """
-
-    grammar: RequestGrammar | None
-
-    @property
-    def rid(self) -> str:
-        """Unique among the requests in flight."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-    @property
-    def grammar_key(self) -> GrammarKey | None:
-        """The grammar that the output must match; None for any text."""
-        ...
+__all__ = ["CompileResult", "GrammarCompiler", "GrammarQueue"]
 
 
-R = TypeVar("R", bound=GrammarRequest)
+R = TypeVar("R", bound=HeldRequest)
 
 
 class CompileResult(msgspec.Struct, frozen=True):

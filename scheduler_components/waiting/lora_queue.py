@@ -41,17 +41,16 @@ from scheduler_components._internal.validators import integer_validator, number_
 from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.errors import ConfigError, QueueFullError
 from scheduler_components.ports import DecisionSink, NullDecisionLog
-from scheduler_components.values import AdapterLoad, LoraLoad, LoraStats, RequestHints
+from scheduler_components.values import AdapterLoad, ControlReply, LoraLoad, LoraStats
 from scheduler_components.waiting.agreed_queue import AgreedQueue, Departure
+from scheduler_components.waiting.held_request import HeldRequest
 
 __all__ = [
     "Adapter",
     "AdapterFact",
     "AdapterLoader",
-    "AdapterReply",
     "LoraLimits",
     "LoraQueue",
-    "LoraRequest",
     "NullAdapterLoader",
 ]
 
@@ -125,34 +124,7 @@ class NullAdapterLoader:
         pass
 
 
-class AdapterReply(msgspec.Struct, frozen=True):
-    """The outcome of a ``register`` with a ``request_id``. Without a ``problem`` all ranks have loaded the adapter."""
-
-    request_id: int
-    problem: str = ""
-
-
-class LoraRequest(Protocol):
-    """A request, as ``LoraQueue`` reads and writes it: the scheduler's own class.
-
-    Attributes:
-        lora_id: written by ``enter``: the number of its adapter; None for the base model.
-    """
-
-    lora_id: int | None
-
-    @property
-    def rid(self) -> str:
-        """Unique among the requests in flight."""
-        ...
-
-    @property
-    def hints(self) -> RequestHints:
-        """``hints.lora`` names the adapter."""
-        ...
-
-
-R = TypeVar("R", bound=LoraRequest)
+R = TypeVar("R", bound=HeldRequest)
 
 
 @attrs.frozen(kw_only=True)
@@ -222,7 +194,7 @@ class LoraQueue(Generic[R]):
     _registered: dict[str, _Registered[R]] = field(default_factory=dict, init=False, repr=False)
     _leaving: list[_Registered[R]] = field(default_factory=list, init=False, repr=False)
     _adapter_of: dict[str, _Registered[R]] = field(default_factory=dict, init=False, repr=False)
-    _replies: list[AdapterReply] = field(default_factory=list, init=False, repr=False)
+    _replies: list[ControlReply] = field(default_factory=list, init=False, repr=False)
     _numbers: count[int] = field(default_factory=lambda: count(1), init=False, repr=False)
     _uses: count[int] = field(default_factory=lambda: count(1), init=False, repr=False)
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False)
@@ -334,8 +306,11 @@ class LoraQueue(Generic[R]):
             self._loads.cancel(found.key)
             found.state = "unloaded"
 
-    def pop_replies(self) -> Sequence[AdapterReply]:
-        """Return the outcomes of ``register`` since the last call. Only their texts differ between ranks."""
+    def pop_replies(self) -> Sequence[ControlReply]:
+        """Return the outcomes of ``register`` since the last call. Only their texts differ between ranks.
+
+        Without a ``problem`` all ranks have loaded the adapter.
+        """
         replies, self._replies = self._replies, []
         return replies
 
@@ -459,7 +434,7 @@ class LoraQueue(Generic[R]):
 
     def _reply(self, found: _Registered[R], problem: str) -> None:
         if found.reply_to is not None:
-            self._replies.append(AdapterReply(found.reply_to, problem))
+            self._replies.append(ControlReply(found.reply_to, problem))
             found.reply_to = None
 
     def _assign_slots(self) -> None:

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import msgspec
-
 from scheduler_components.values import DeadlineStats, FinishReason, RequestState, RequestTimeouts
 
-__all__ = ["ExpiredRequest", "RequestDeadlines", "TimedRequest"]
+__all__ = ["RequestDeadlines", "TimedRequest"]
 
 
 class TimedRequest(Protocol):
@@ -46,20 +44,6 @@ class TimedRequest(Protocol):
 
 
 R = TypeVar("R", bound=TimedRequest)
-
-
-class ExpiredRequest(msgspec.Struct, Generic[R], frozen=True):
-    """A request that has reached a limit.
-
-    Attributes:
-        request: the request, which the caller ends.
-        reason: which limit: ``FinishReason.QUEUE_TIMEOUT`` or ``FinishReason.TIMEOUT``.
-        problem: the limit in words, for the client.
-    """
-
-    request: R
-    reason: FinishReason
-    problem: str
 
 
 class _Deadline(NamedTuple):
@@ -111,8 +95,10 @@ class RequestDeadlines(Generic[R]):
         for deadline in deadlines:
             del self._deadlines[bisect_left(self._deadlines, deadline)]
 
-    def pop_expired(self, now_s: float) -> list[ExpiredRequest[R]]:
+    def pop_expired(self, now_s: float) -> list[tuple[R, FinishReason, str]]:
         """Return the requests that have reached a limit, each once. Call it after each agreement, with its time.
+
+        With each come the reason, ``QUEUE_TIMEOUT`` or ``TIMEOUT``, and the limit in words, for the client.
 
         A request that was admitted once has no queue limit any more, also after a retraction.
         """
@@ -129,7 +115,7 @@ class RequestDeadlines(Generic[R]):
                 continue
             self.discard(request)
             self._counts[deadline.reason] = self._counts.get(deadline.reason, 0) + 1
-            expired.append(ExpiredRequest(request, deadline.reason, self._problem(request, deadline.reason)))
+            expired.append((request, deadline.reason, self._problem(request, deadline.reason)))
         return expired
 
     def stats(self) -> DeadlineStats:

@@ -17,13 +17,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
 from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import GrammarError, first_line
-from scheduler_components.ports import CompiledGrammar, GrammarBackend
+from scheduler_components.ports import GrammarBackend
 from scheduler_components.values import GrammarKey, GrammarStats
 from scheduler_components.waiting.grammar_queue import CompileResult
 
@@ -34,24 +35,8 @@ logger = logging.getLogger(__name__)
 _COMPILING = "compiling a grammar"
 
 
-class _Outcome(msgspec.Struct, frozen=True):
-    """What a compilation returned."""
-
-    grammar: CompiledGrammar | None
-    problem: str = ""
-    duration_s: float = 0.0
-    is_error: bool = False
-
-    def result_for(self, rid: str) -> CompileResult:
-        return CompileResult(rid, self.grammar, self.problem, self.is_error)
-
-
-@dataclass(slots=True)
-class _Job:
-    """A compilation, and the requests that wait for it."""
-
-    future: Future[_Outcome]
-    rids: list[str]
+_Job: TypeAlias = "tuple[Future[tuple[CompileResult, float]], list[str]]"
+"""A compilation, which returns its duration, too, and the requests that wait for it. Their shared result has no id."""
 
 
 def _one_worker() -> ThreadPoolExecutor:
@@ -83,7 +68,7 @@ class ThreadGrammarCompiler:
     _backend: GrammarBackend | None = field(default=None, init=False, repr=False)  # the worker's
     _open_problem: str = field(default="", init=False, repr=False)  # the worker's
     _jobs: dict[GrammarKey, _Job] = field(default_factory=dict, init=False, repr=False)
-    _cache: OrderedDict[GrammarKey, _Outcome] = field(default_factory=OrderedDict, init=False, repr=False)
+    _cache: OrderedDict[GrammarKey, CompileResult] = field(default_factory=OrderedDict, init=False, repr=False)
     _hits: list[CompileResult] = field(default_factory=list, init=False, repr=False)  # found in the cache
     _counts: GrammarStats = field(default_factory=GrammarStats, init=False, repr=False)
     _failures: FailureLog = field(default_factory=lambda: FailureLog(logger), init=False, repr=False)
@@ -94,28 +79,29 @@ class ThreadGrammarCompiler:
     def start(self, rid: str, key: GrammarKey) -> None:
         if (known := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
-            self._hits.append(known.result_for(rid))
+            self._hits.append(_result_for(rid, known))
             self._count(cache_hits=1)
         elif (job := self._jobs.get(key)) is not None:
-            job.rids.append(rid)
+            job[1].append(rid)
             self._count(joined=1)
         else:
-            self._jobs[key] = _Job(self._worker.submit(self._compile, key), [rid])
+            self._jobs[key] = self._worker.submit(self._compile, key), [rid]
 
     def poll(self) -> Sequence[CompileResult]:
         results, self._hits = self._hits, []
-        for key, job in [each for each in self._jobs.items() if each[1].future.done()]:
-            del self._jobs[key]
-            outcome = self._outcome_of(job.future, key)
-            results += map(outcome.result_for, job.rids)
+        for key, (future, rids) in list(self._jobs.items()):
+            if future.done():
+                del self._jobs[key]
+                shared = self._result_of(future, key)
+                results += (_result_for(rid, shared) for rid in rids)
         return results
 
     def cancel(self, rid: str) -> None:
         self._hits = [each for each in self._hits if each.rid != rid]
-        for key, job in self._jobs.items():
-            if rid in job.rids:
-                job.rids.remove(rid)
-                if not job.rids and job.future.cancel():
+        for key, (future, rids) in self._jobs.items():
+            if rid in rids:
+                rids.remove(rid)
+                if not rids and future.cancel():
                     del self._jobs[key]
                     self._count(cancelled=1)
                 return
@@ -127,18 +113,18 @@ class ThreadGrammarCompiler:
         """Cancel what has not begun. The compilation that has begun ends on its thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, key: GrammarKey) -> _Outcome:
+    def _compile(self, key: GrammarKey) -> tuple[CompileResult, float]:
         """Compile on the worker."""
         started_s = self.clock()
         backend = self._opened()
         if backend is None:
-            return _Outcome(None, self._open_problem, is_error=True)
+            return CompileResult("", None, self._open_problem, is_error=True), 0.0
         grammar, problem = None, ""
         try:
             grammar = backend.compile(key)
         except GrammarError as error:
             problem = str(error)
-        return _Outcome(grammar, problem, self.clock() - started_s)
+        return CompileResult("", grammar, problem), self.clock() - started_s
 
     def _opened(self) -> GrammarBackend | None:
         """Return the backend. None if it cannot be opened, which is tried once."""
@@ -150,21 +136,25 @@ class ThreadGrammarCompiler:
                 self._open_problem = f"this engine cannot compile grammars ({first_line(error)})"
         return self._backend
 
-    def _outcome_of(self, future: Future[_Outcome], key: GrammarKey) -> _Outcome:
-        """Return the outcome of a compilation, and keep it if it would be the same again."""
+    def _result_of(self, future: Future[tuple[CompileResult, float]], key: GrammarKey) -> CompileResult:
+        """Return the result of a compilation, and keep it if it would be the same again."""
         error = future.exception()  # also a panic of a native library, which is no Exception
         if error is not None:
             self._failures.failed(_COMPILING, error)
             self._count(failed=1)
-            return _Outcome(None, f"the compiler failed with {type(error).__name__}", is_error=True)
+            return CompileResult("", None, f"the compiler failed with {type(error).__name__}", is_error=True)
         self._failures.succeeded(_COMPILING)
-        outcome = future.result()
-        self._count(compiled=outcome.grammar is not None, failed=outcome.grammar is None, compile_s=outcome.duration_s)
-        self._cache[key] = outcome
+        result, duration_s = future.result()
+        self._count(compiled=result.grammar is not None, failed=result.grammar is None, compile_s=duration_s)
+        self._cache[key] = result
         if len(self._cache) > self.max_cached:
             self._cache.popitem(last=False)
-        return outcome
+        return result
 
     def _count(self, **more: float) -> None:
         added = {name: getattr(self._counts, name) + value for name, value in more.items()}
         self._counts = msgspec.structs.replace(self._counts, **added)
+
+
+def _result_for(rid: str, shared: CompileResult) -> CompileResult:
+    return msgspec.structs.replace(shared, rid=rid)

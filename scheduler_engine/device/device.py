@@ -15,7 +15,7 @@ import msgspec
 from scheduler_components._internal.validators import check_number
 from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.values import ScheduledBatch, ScheduledChunk
-from scheduler_components.waiting.request_grammar import RequestGrammar
+from scheduler_components.waiting.held_request import RequestGrammar
 from scheduler_engine.device.adapters import SimulatedAdapters
 from scheduler_engine.device.sampling import SamplingParams, TokenLogprobs
 from scheduler_engine.simulation import CostModel, SimulatedModel

@@ -25,7 +25,8 @@ from scheduler_components.scheduling.preemption_policy import PREEMPTION_POLICY_
 from scheduler_components.scheduling.scheduling_policy import check_policy_name
 from scheduler_components.values import RequestTimeouts
 from scheduler_components.values.page_shape import HOST_LAYOUTS, HostLayout
-from scheduler_components.waiting.lora_queue import LoraLimits, LoraQueue, LoraRequest
+from scheduler_components.waiting.held_request import HeldRequest
+from scheduler_components.waiting.lora_queue import LoraLimits, LoraQueue
 from scheduler_components.waiting.sessions import SessionLimits
 from scheduler_engine.device.model_spec import ModelSpec, TokenSpec
 from scheduler_engine.engine.log_output import LogConfig
@@ -181,7 +182,7 @@ class LoraConfig:
     adapters: tuple[AdapterSpec, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        queue = LoraQueue[LoraRequest](limits=self.limits)
+        queue = LoraQueue[HeldRequest](limits=self.limits)
         for each in self.adapters:  # raises ConfigError before any process is started
             queue.register(each.name, each.path, is_pinned=each.pinned)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import attrs
 
 from scheduler_components._internal.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
-from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.batch_result_processor import BatchResultProcessor, RequestResult
 from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.cache import RadixCache, RadixNode
@@ -32,7 +32,7 @@ from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.metrics import RateMeter
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NullOutputSink
+from scheduler_components.ports import NullDecisionLog, NullOutputSink
 from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchLimits, BatchMode
 from scheduler_components.scheduling.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker

@@ -26,8 +26,9 @@ import attrs
 import msgspec
 
 from scheduler_components._internal.validators import integer_validator, number_validator
-from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.errors import ConfigError
+from scheduler_components.ports import NullDecisionLog
 from scheduler_components.values import TierStats
 from scheduler_engine.simulation.replica import ReplicaConfig, ReplicaCounts, SimulatedReplica
 from scheduler_engine.simulation.report import (

@@ -292,7 +292,7 @@ def test_a_value_of_another_type_cannot_stop_the_comparison() -> None:
 
 
 class ListDivergenceSink:
-    """A ``DivergenceSink`` that keeps every dump, or raises."""
+    """Keeps every dump, or raises."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -316,7 +316,8 @@ def test_a_policy_that_continues_reports_an_episode_once(
 ) -> None:
     replica = pair(policy)
     log = replica.logs[1]
-    log.sink = sink = ListDivergenceSink()
+    sink = ListDivergenceSink()
+    log.sink = sink.write
     diverge(replica, 1, differ=False)
     for step in (2, 3, 4):
         diverge(replica, step)
@@ -375,7 +376,7 @@ def test_the_policy_stop_raises_on_every_rank_after_the_report() -> None:
 
 def test_a_sink_that_fails_is_counted() -> None:
     replica = pair("dump")
-    replica.logs[0].sink = ListDivergenceSink(OSError("disk full"))
+    replica.logs[0].sink = ListDivergenceSink(OSError("disk full")).write
     diverge(replica, 1)
     assert replica.logs[0].failures.counts == {"writing a dump of decisions": 1}
     assert replica.report() is not None

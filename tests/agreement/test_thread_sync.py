@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from kit.rank_grid import grid, on_threads
 
-from scheduler_components.agreement import ParallelGroups
+from scheduler_components.agreement import ParallelGroups, SyncCall
 from scheduler_components.agreement.thread_sync import ThreadSyncHub
 from scheduler_components.errors import SyncTimeoutError
-from scheduler_components.values import SyncCall
 
 PAIR = {0: ((0, 1),), 1: ((0, 1),)}
 

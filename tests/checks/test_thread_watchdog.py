@@ -18,26 +18,15 @@ from scheduler_components.watchdog import IDLE_PHASE, StepProgress
 pytestmark = pytest.mark.processes
 
 
-class ListStallSink:
-    def __init__(self) -> None:
-        self.reports: list[StallReport] = []
-
-    def on_stall(self, report: StallReport) -> None:
-        self.reports.append(report)
-
-    def on_resume(self, report: StallReport) -> None:
-        self.reports.append(report)
-
-
 def test_a_report_has_rank_step_phase_request_and_stacks(eventually: Callable[..., None]) -> None:
-    progress, sink = StepProgress(), ListStallSink()
+    progress, reports = StepProgress(), list[StallReport]()
     go_on, done = threading.Event(), threading.Event()
 
     def stuck_in_the_device() -> None:
         go_on.wait(60)
 
     def scheduler() -> None:
-        watchdog = open_thread_watchdog(progress, rank="dp0/tp1", after_s=0.05, sink=sink)
+        watchdog = open_thread_watchdog(progress, rank="dp0/tp1", after_s=0.05, sink=reports.append)
         progress.begin_step(17, "device")
         progress.request = "r5"
         stuck_in_the_device()
@@ -49,16 +38,16 @@ def test_a_report_has_rank_step_phase_request_and_stacks(eventually: Callable[..
     thread = threading.Thread(target=scheduler)
     thread.start()
     try:
-        eventually(lambda: sink.reports)
-        report = sink.reports[0]
+        eventually(lambda: reports)
+        report = reports[0]
         assert str(report).startswith("rank dp0/tp1 has made no progress for")
         assert str(report).endswith("in step 17, phase device, request r5")
         first_stack = report.stacks.partition("\nthread ")[0]
         assert "stuck_in_the_device" in first_stack
         assert "MainThread" in report.stacks
         go_on.set()
-        eventually(lambda: len(sink.reports) > 1)
-        assert "continued after" in str(sink.reports[1])
+        eventually(lambda: len(reports) > 1)
+        assert "continued after" in str(reports[1])
         assert progress.num_stalls == 1
     finally:
         go_on.set()
@@ -69,18 +58,20 @@ def test_a_report_has_rank_step_phase_request_and_stacks(eventually: Callable[..
 def test_a_sink_that_raises_does_not_end_the_watch(
     eventually: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(ListStallSink):
-        def on_stall(self, report: StallReport) -> None:
-            raise OSError("no way out")
+    progress, reports = StepProgress(), list[StallReport]()
 
-    progress, sink = StepProgress(), Broken()
+    def raise_at_first(report: StallReport) -> None:
+        if not report.is_resolved:
+            raise OSError("no way out")
+        reports.append(report)
+
     progress.enter_phase("device")
-    watchdog = open_thread_watchdog(progress, rank="tp0", after_s=0.02, sink=sink)
+    watchdog = open_thread_watchdog(progress, rank="tp0", after_s=0.02, sink=raise_at_first)
     try:
         eventually(lambda: watchdog.failures.total)
         progress.enter_phase("results")
-        eventually(lambda: sink.reports)
-        assert sink.reports[0].is_resolved
+        eventually(lambda: reports)
+        assert reports[0].is_resolved
     finally:
         watchdog.close()
 

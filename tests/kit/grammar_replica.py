@@ -12,10 +12,10 @@ from scheduler_components import ParallelState
 from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.testing.in_process_groups import InProcessGroups
-from scheduler_components.values import GrammarKey, GrammarStats
+from scheduler_components.values import GrammarKey, GrammarStats, RequestHints
 from scheduler_components.waiting.agreed_queue import AgreedQueue
 from scheduler_components.waiting.grammar_queue import CompileResult, GrammarCompiler, GrammarQueue
-from scheduler_components.waiting.request_grammar import RequestGrammar
+from scheduler_components.waiting.held_request import RequestGrammar
 
 MAX_WAIT_S = 6.0
 
@@ -28,6 +28,8 @@ class GrammarUser:
     grammar_key: GrammarKey | None
     num_prompt_tokens: int = 0
     grammar: RequestGrammar | None = None
+    hints: RequestHints = field(default_factory=RequestHints)
+    lora_id: int | None = None
 
 
 @dataclass

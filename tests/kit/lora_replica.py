@@ -11,7 +11,8 @@ from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.errors import QueueFullError
 from scheduler_components.testing.in_process_groups import InProcessGroups
-from scheduler_components.values import RequestHints
+from scheduler_components.values import GrammarKey, RequestHints
+from scheduler_components.waiting.held_request import RequestGrammar
 from scheduler_components.waiting.lora_queue import Adapter, AdapterFact, LoraLimits, LoraQueue
 
 LIMITS = LoraLimits(max_loaded=2, max_registered=4, max_waiting=6, max_wait_s=40.0)
@@ -27,6 +28,9 @@ class AdaptedRequest:
     hints: RequestHints
     steps_left: int
     lora_id: int | None = None
+    num_prompt_tokens: int = 0
+    grammar_key: GrammarKey | None = None
+    grammar: RequestGrammar | None = None
 
 
 @dataclass

@@ -6,7 +6,6 @@ Processes import them by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kit.grammar_replica import GrammarUser, ManualCompiler
 from scheduler_components.agreement import ParallelGroups
@@ -86,15 +85,6 @@ class GrammarRank:
         return [(departure.rid, departure.reason) for departure in departures]
 
 
-@dataclass(eq=False)
-class AdaptedUser:
-    """A request on one rank."""
-
-    rid: str
-    hints: RequestHints
-    lora_id: int | None = None
-
-
 class ManualLoader:
     """An ``AdapterLoader`` whose loads end when the check says so."""
 
@@ -125,9 +115,9 @@ class LoraRank:
     def __init__(self, groups: ParallelGroups, clock: Callable[[], float], leads: bool) -> None:
         self.loader = ManualLoader()
         limits = LoraLimits(max_loaded=64, max_registered=1024, max_wait_s=MAX_WAIT_S)
-        self.room = LoraQueue[AdaptedUser](loader=self.loader, limits=limits)
+        self.room = LoraQueue[GrammarUser](loader=self.loader, limits=limits)
         self.agreement = StepAgreement(groups=groups, parts=[self.room], clock=clock, leads=leads)
-        self.users: dict[str, AdaptedUser] = {}
+        self.users: dict[str, GrammarUser] = {}
         self.num_added = 0
 
     def add(self, rid: str, timeout_s: float) -> bool:
@@ -135,7 +125,7 @@ class LoraRank:
         self.num_added += 1
         name = f"{rid}-{self.num_added}"
         self.room.register(name, "folder")
-        self.users[rid] = AdaptedUser(rid, RequestHints(lora=name))
+        self.users[rid] = GrammarUser(rid, None, hints=RequestHints(lora=name))
         return self.room.enter(self.users[rid])
 
     def report(self, rid: str, is_ready: bool) -> None:

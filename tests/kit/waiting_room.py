@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.errors import QueueFullError
 from scheduler_components.waiting.agreed_queue import AgreedQueue
-from scheduler_components.waiting.waiting_rooms import RequestWithRid
+from scheduler_components.waiting.held_request import HeldRequest
 
-R = TypeVar("R", bound=RequestWithRid)
+R = TypeVar("R", bound=HeldRequest)
 
 
-def every_request(_: RequestWithRid) -> bool:
+def every_request(_: HeldRequest) -> bool:
     return True
 
 

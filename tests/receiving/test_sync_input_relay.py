@@ -9,13 +9,13 @@ from math import prod
 import pytest
 
 from scheduler_components import ParallelState
-from scheduler_components.agreement import MIN_NEUTRAL, ParallelGroups, elementwise_min
+from scheduler_components.agreement import MIN_NEUTRAL, ParallelGroups, SyncCall, elementwise_min
 from scheduler_components.errors import SyncClosedError, SyncDivergenceError, SyncTimeoutError
 from scheduler_components.receiving.sync_input_relay import SyncGroupRelay
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing import run_ranks
 from scheduler_components.testing.fakes import ListInputSource, TextInputReader
-from scheduler_components.values import ForwardMode, RelayedInput, SyncCall
+from scheduler_components.values import ForwardMode, RelayedInput
 
 TOPOLOGIES = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (3, 1, 1)]
 BATCHES = [

@@ -14,8 +14,7 @@ from kit.variants import found, instead_of, variants
 from scheduler_components import ParallelState
 from scheduler_components.errors import QueueDivergenceError, QueueFullError
 from scheduler_components.values import GrammarKey
-from scheduler_components.waiting.grammar_queue import GrammarQueue
-from scheduler_components.waiting.request_grammar import RequestGrammar
+from scheduler_components.waiting.grammar_queue import GrammarQueue, RequestGrammar
 
 TWO_RANKS = ParallelState.from_tp_rank(0, tp_size=2)
 KEYS = [GrammarKey("regex", "a"), GrammarKey("json_schema", "{}"), GrammarKey("regex", "(")]

@@ -15,8 +15,8 @@ from kit.tiny_model import VOCABULARY, make_tokenizer
 from scheduler_components import ConfigError
 from scheduler_components.errors import GrammarError
 from scheduler_components.values import GrammarKey
+from scheduler_components.waiting.held_request import RequestGrammar
 from scheduler_components.waiting.llguidance_backend import LlguidanceBackend, open_llguidance_backend
-from scheduler_components.waiting.request_grammar import RequestGrammar
 
 pytestmark = pytest.mark.model
 

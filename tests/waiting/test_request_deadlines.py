@@ -28,7 +28,7 @@ class Timed:
 
 
 def pop(deadlines: RequestDeadlines[Timed], now_s: float) -> list[tuple[str, str]]:
-    return [(each.request.rid, each.reason.value) for each in deadlines.pop_expired(now_s)]
+    return [(request.rid, reason.value) for request, reason, _ in deadlines.pop_expired(now_s)]
 
 
 def test_a_limit_is_counted_from_the_next_agreement() -> None:
@@ -38,9 +38,9 @@ def test_a_limit_is_counted_from_the_next_agreement() -> None:
     assert pop(deadlines, 3600.0) == []  # the replica was idle for an hour
     assert deadlines.next_deadline_s == 3601.0
     assert pop(deadlines, 3600.9) == []
-    [expired] = deadlines.pop_expired(3601.0)
-    assert (expired.request.rid, expired.reason) == ("a", FinishReason.QUEUE_TIMEOUT)
-    assert expired.problem == "queue_timeout=1: the request was not admitted within 1 s; try again later"
+    [(request, reason, problem)] = deadlines.pop_expired(3601.0)
+    assert (request.rid, reason) == ("a", FinishReason.QUEUE_TIMEOUT)
+    assert problem == "queue_timeout=1: the request was not admitted within 1 s; try again later"
     assert deadlines.next_deadline_s == float("inf")
     assert not len(deadlines)
 
@@ -53,9 +53,9 @@ def test_a_request_that_was_admitted_has_its_total_limit_only(state: RequestStat
     pop(deadlines, 0.0)
     request.state, request.num_retractions = state, num_retractions
     assert pop(deadlines, 1.0) == []
-    [expired] = deadlines.pop_expired(2.5)
-    assert expired.reason is FinishReason.TIMEOUT
-    assert expired.problem == "timeout=2.5: the request was not complete within 2.5 s; ask for less or allow more"
+    [(_, reason, problem)] = deadlines.pop_expired(2.5)
+    assert reason is FinishReason.TIMEOUT
+    assert problem == "timeout=2.5: the request was not complete within 2.5 s; ask for less or allow more"
     assert deadlines.stats() == DeadlineStats(waiting=0, queue_timeouts=0, timeouts=1)
 
 
@@ -126,7 +126,7 @@ def test_every_request_ends_at_its_first_limit_and_never_before(
                 due.append((added_s + limits.queue_s, request.rid))
             elif limits.total_s is not None and now_s >= added_s + limits.total_s:
                 due.append((added_s + limits.total_s, request.rid))
-        left = [each.request.rid for each in deadlines.pop_expired(now_s)]
+        left = [request.rid for request, *_ in deadlines.pop_expired(now_s)]
         assert sorted(left) == sorted(rid for _, rid in due)
         for rid_left in left:
             del inside[rid_left]

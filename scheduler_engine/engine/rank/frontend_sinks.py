@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 
 from scheduler_components import WorkCounters
-from scheduler_components.checks.thread_watchdog import LogStallSink
+from scheduler_components.checks.thread_watchdog import log_stall
 from scheduler_components.values import (
     InputMessage,
     LoadSnapshot,
@@ -33,7 +34,7 @@ __all__ = [
     "ZmqReportSender",
     "FrontendLoadSink",
     "FrontendRefusalSink",
-    "FrontendStallSink",
+    "report_stalls_to",
 ]
 
 
@@ -93,7 +94,7 @@ class FrontendLoadSink:
 
 @dataclass(slots=True, kw_only=True)
 class FrontendRefusalSink:
-    """The ``RejectionSink`` of a leader, which reports each request that its ``InputBlocker`` has refused.
+    """Its ``reject`` is for the ``InputBlocker`` of a leader: it reports each refused request.
 
     Attributes:
         reports: the socket to the frontend.
@@ -110,22 +111,17 @@ class FrontendRefusalSink:
             self.reports.send(RequestRefused(refusal.rid, refusal.text, refusal.reason in _BUSY))
 
 
-@dataclass(slots=True, kw_only=True)
-class FrontendStallSink:
-    """A ``StallSink`` that reports to the frontend and logs all stacks. Only the watchdog thread uses it.
+def report_stalls_to(reports: ZmqReportSender, alive: RankHeartbeat) -> Callable[[StallReport], None]:
+    """Return the ``sink`` of a watchdog that reports to the frontend and logs all stacks.
 
-    Attributes:
-        reports: a separate socket to the frontend, because a socket belongs to one thread.
+    Args:
+        reports: a separate socket to the frontend, because a socket belongs to one thread: the watchdog's.
         alive: the heartbeat message of the watched rank.
     """
 
-    reports: ZmqReportSender
-    alive: RankHeartbeat
-    _log: LogStallSink = field(default_factory=LogStallSink, init=False)
+    def report(stall: StallReport) -> None:
+        if not stall.is_resolved:  # afterwards the frontend sees the next heartbeat
+            reports.send(RankStalled(alive, stall.place))
+        log_stall(stall)
 
-    def on_stall(self, report: StallReport) -> None:
-        self.reports.send(RankStalled(self.alive, report.place))
-        self._log.on_stall(report)
-
-    def on_resume(self, report: StallReport) -> None:
-        self._log.on_resume(report)  # the frontend sees the next heartbeat
+    return report

@@ -120,7 +120,7 @@ class RankWorker:
         if reply is not None:
             self._reply_to_control(reply)
         for loaded in self.scheduler.lora.pop_replies():
-            self._reply_to_control(ControlReply(loaded.request_id, loaded.problem))
+            self._reply_to_control(loaded)
         for command in commands:
             if isinstance(command, DumpCache):
                 self._dumps_due[command.dump_id] = step + _MAX_DUMP_DELAY_STEPS

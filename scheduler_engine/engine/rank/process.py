@@ -16,7 +16,7 @@ import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.agreement.file_divergence_sink import FileDivergenceSink
 from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.checks.thread_stack_sampler import StackSampler
@@ -26,7 +26,7 @@ from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import ZmqForwardPassSink, open_shm_metrics_sink, open_zmq_forward_pass_sink
-from scheduler_components.ports import DivergenceSink, ForwardPassSink, NullDivergenceSink
+from scheduler_components.ports import ForwardPassSink, NullDecisionLog
 from scheduler_components.profiler_manager import NullProfiler, Profiler, ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.receiving.recv_skipper import RecvSkipper
@@ -49,9 +49,9 @@ from scheduler_engine.engine.rank.compute import RankCompute, open_rank_device
 from scheduler_engine.engine.rank.frontend_sinks import (
     FrontendLoadSink,
     FrontendRefusalSink,
-    FrontendStallSink,
     ZmqOutputSink,
     ZmqReportSender,
+    report_stalls_to,
 )
 from scheduler_engine.engine.rank.grammar import open_grammar_queue
 from scheduler_engine.engine.rank.heartbeat import HeartbeatSender, StopPipe
@@ -183,10 +183,10 @@ def _decision_log(config: RankConfig, groups: ParallelGroups) -> DecisionLog | N
     integrity = config.engine.scheduler.integrity
     if integrity.decision_log == "off":
         return NullDecisionLog()
-    sink: DivergenceSink = NullDivergenceSink()
+    log = DecisionLog(groups=groups, policy=integrity.decision_log)
     if integrity.decision_dump_directory:
-        sink = FileDivergenceSink(directory=Path(integrity.decision_dump_directory))
-    return DecisionLog(groups=groups, policy=integrity.decision_log, sink=sink)
+        log.sink = FileDivergenceSink(directory=Path(integrity.decision_dump_directory)).write
+    return log
 
 
 def _open_lora(config: RankConfig, compute: RankCompute, opened: ExitStack) -> LoraQueue[Request] | None:
@@ -241,7 +241,7 @@ def _open_watchdog(
         return
     socket = connect_push(context, config.paths.reports)
     opened.callback(socket.close, linger=0)
-    sink = FrontendStallSink(reports=ZmqReportSender(socket=socket), alive=alive)
+    sink = report_stalls_to(ZmqReportSender(socket=socket), alive)
     watchdog = open_thread_watchdog(
         scheduler.integrity.progress, rank=alive.rank, after_s=after_s, sink=sink, stack_dump_file=sys.stderr
     )
@@ -357,7 +357,7 @@ def _open_loop(
             blocker=InputBlocker(
                 bounds=config.engine.scheduler.input_bounds,
                 active_ids=scheduler.queues,
-                rejections=refusals,
+                reject=refusals.reject,
                 stats=scheduler.request_metrics.receiver,
             ),
             recv_skipper=skipper,

@@ -16,11 +16,10 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from scheduler_components.agreement import ParallelGroups, elementwise_min
-from scheduler_components.agreement.sync_call import describe_calls
+from scheduler_components.agreement import ParallelGroups, SyncCall, elementwise_min
+from scheduler_components.agreement.sync import describe_calls
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
 from scheduler_components.receiving.zmq_input_relay import StopRequestedError, WaitForSocket
-from scheduler_components.values import SyncCall
 
 __all__ = [
     "ZmqSyncHub",

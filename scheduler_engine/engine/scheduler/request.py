@@ -19,7 +19,7 @@ from scheduler_components.values import (
     TokenOutput,
     TraceParent,
 )
-from scheduler_components.waiting.request_grammar import RequestGrammar
+from scheduler_components.waiting.held_request import RequestGrammar
 from scheduler_engine.device.sampling import MAX_TOKEN_ID, SamplingLimits, SamplingParams, TokenLogprobs
 
 __all__ = [

@@ -40,7 +40,7 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.cache import RadixNode
@@ -53,6 +53,7 @@ from scheduler_components.ports import (
     KvMetricsSink,
     LoadSource,
     MetricsSink,
+    NullDecisionLog,
     NullForwardPassSink,
     NullKvMetricsSink,
     NullMetricsSink,
@@ -77,12 +78,11 @@ from scheduler_components.values import (
     ScheduledBatch,
     SessionParams,
 )
-from scheduler_components.waiting.agreed_queue import DepartureReason
+from scheduler_components.waiting.agreed_queue import DepartureReason, WaitingRoom, WaitingRooms
 from scheduler_components.waiting.lora_queue import LoraLimits, LoraQueue
 from scheduler_components.waiting.request_deadlines import RequestDeadlines
 from scheduler_components.waiting.session_kv_releaser import SessionKvReleaser
 from scheduler_components.waiting.sessions import SessionTable
-from scheduler_components.waiting.waiting_rooms import WaitingRoom, WaitingRooms
 from scheduler_components.watchdog import IDLE_PHASE
 from scheduler_engine.device.device import Device, DeviceOutput
 from scheduler_engine.engine.config import SchedulerConfig
@@ -404,8 +404,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         progress.begin_step(self.num_steps + 1, "agreement")
         self.agreement.step(self.num_steps + 1)
         self._apply_departures()
-        for expired in self.deadlines.pop_expired(self.agreement.now_s):
-            self._end(expired.request, expired.reason, expired.problem)
+        for request, reason, problem in self.deadlines.pop_expired(self.agreement.now_s):
+            self._end(request, reason, problem)
         self.prefetcher.update_prefetched_spans()
         progress.enter_phase("batch")
         batch = self.batcher.next_batch()

@@ -14,8 +14,8 @@ from scheduler_components.hicache import TorchDeviceMemory
 from scheduler_components.ports import CompiledGrammar
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 from scheduler_components.values import FinishReason, GrammarKey
+from scheduler_components.waiting.held_request import RequestGrammar
 from scheduler_components.waiting.llguidance_backend import open_llguidance_backend
-from scheduler_components.waiting.request_grammar import RequestGrammar
 from scheduler_engine.device.model_spec import TokenSpec
 from scheduler_engine.device.sampling import SamplingLimits, SamplingParams
 from scheduler_engine.device.torch_device import TorchDevice

@@ -35,9 +35,9 @@ from scheduler_engine.engine.messages import (
 from scheduler_engine.engine.rank.frontend_sinks import (
     FrontendLoadSink,
     FrontendRefusalSink,
-    FrontendStallSink,
     ZmqOutputSink,
     ZmqReportSender,
+    report_stalls_to,
 )
 
 pytestmark = pytest.mark.sockets
@@ -144,14 +144,14 @@ def test_a_refused_message_other_than_a_request_has_no_ticket(reports: Reports) 
 def test_a_stall_is_reported_and_logged_with_its_stacks(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
     sender, read = reports
     alive = RankHeartbeat("dp0/tp1", 0)
-    sink = FrontendStallSink(reports=sender, alive=alive)
+    report = report_stalls_to(sender, alive)
     stall = StallReport("dp0/tp1", 8, "forward", "r3", 2.5, stacks="the stack of the step")
     with caplog.at_level(logging.INFO):
-        sink.on_stall(stall)
+        report(stall)
     assert read() == [RankStalled(alive, "step 8, phase forward, request r3")]
     assert "the stack of the step" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        sink.on_resume(StallReport("dp0/tp1", 8, "forward", "r3", 9.0, is_resolved=True))
+        report(StallReport("dp0/tp1", 8, "forward", "r3", 9.0, is_resolved=True))
     assert read() == [], "the next heartbeat says it"
     assert "continued after 9.0 s" in caplog.text

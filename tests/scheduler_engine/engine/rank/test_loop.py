@@ -34,7 +34,7 @@ from scheduler_components.values import (
     RequestHints,
     SchedulerStats,
 )
-from scheduler_components.waiting.waiting_rooms import WaitingRoom
+from scheduler_components.waiting.agreed_queue import WaitingRoom
 from scheduler_engine.device.device import DeviceOutput, ScheduledBatch
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig

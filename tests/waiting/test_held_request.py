@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kit.grammars import PathGrammar, tokens_of
 
 from scheduler_components.errors import GrammarError
-from scheduler_components.waiting.request_grammar import RequestGrammar
+from scheduler_components.waiting.held_request import RequestGrammar
 
 CHOICES = [[position, position + 1] for position in range(12)]
 PROMPT = [60, 61, 62]

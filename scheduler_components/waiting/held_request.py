@@ -1,12 +1,14 @@
-"""RequestGrammar: the grammar of one request, in the state after the tokens generated so far."""
+"""HeldRequest: a request that waits for something other than pages, and the grammar that it gets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from scheduler_components.ports import CompiledGrammar, GrammarMatcher
+from scheduler_components.values import GrammarKey, RequestHints
 
-__all__ = ["RequestGrammar"]
+__all__ = ["HeldRequest", "RequestGrammar"]
 
 
 class RequestGrammar:
@@ -48,3 +50,33 @@ class RequestGrammar:
 
     def __repr__(self) -> str:
         return f"<RequestGrammar: {self._num_accepted} tokens accepted>"
+
+
+class HeldRequest(Protocol):
+    """A request that waits for something other than pages, as the rooms read and write it: the scheduler's own class.
+
+    Attributes:
+        grammar: written by ``GrammarQueue`` when this rank has compiled it, and None until then.
+        lora_id: written by ``LoraQueue.enter``: the number of its adapter; None for the base model.
+    """
+
+    grammar: RequestGrammar | None
+    lora_id: int | None
+
+    @property
+    def rid(self) -> str:
+        """Unique among the requests in flight."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def grammar_key(self) -> GrammarKey | None:
+        """The grammar that the output must match; None for any text."""
+        ...
+
+    @property
+    def hints(self) -> RequestHints:
+        """``hints.lora`` names the adapter."""
+        ...

@@ -14,7 +14,7 @@ from scheduler_components import ConfigError
 from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.errors import QueueFullError
 from scheduler_components.values import AgreedQueueStats
-from scheduler_components.waiting.waiting_rooms import WaitingRooms
+from scheduler_components.waiting.agreed_queue import WaitingRooms
 
 
 @dataclass(frozen=True)

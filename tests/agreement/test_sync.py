@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.agreement.sync_call import SYNC_CALL_INTS, pack_call, unpack_call
-from scheduler_components.values import SyncCall
+from scheduler_components.agreement import SyncCall
+from scheduler_components.agreement.sync import SYNC_CALL_INTS, pack_call, unpack_call
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
