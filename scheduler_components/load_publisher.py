@@ -209,11 +209,14 @@ def open_load_publisher(
     # Imported here so that the component itself imports neither pyzmq nor pydantic.
     from scheduler_components.kv_events import CurveServerKeys, KVEventsConfig
     from scheduler_components.load import open_zmq_load_sink
+    from scheduler_components.load.zmq_load import check_load_endpoint
 
     settings = KVEventsConfig.read(config)
     plan = settings.port_plan(parallel.kv_stream_count)
-    if plan.load is not None and parallel.owns_kv_stream:
-        access = CurveServerKeys.of(settings)
-        gauge = open_zmq_load_sink(plan.load.offset(parallel.kv_stream_index), access=access)
-        publisher.sinks = (gauge, *sinks)
+    if plan.load is not None:
+        check_load_endpoint(plan.load)
+        if parallel.owns_kv_stream:
+            access = CurveServerKeys.of(settings)
+            gauge = open_zmq_load_sink(plan.load.offset(parallel.kv_stream_index), access=access)
+            publisher.sinks = (gauge, *sinks)
     return publisher

@@ -289,10 +289,6 @@ class KVEventsConfig(JsonSettings):
             )
         plan = self.port_plan(1)
         plan.events.resolve_bind(self.bind)
-        if plan.load is not None and plan.load.transport == "inproc":
-            raise ConfigError(
-                "load_endpoint", str(plan.load), "does not leave the process", "give a tcp or ipc address"
-            )
         self._check_auth(plan)
         return self
 

@@ -9,6 +9,7 @@ An interface with one consumer is declared in the file of that consumer.
 
 from __future__ import annotations
 
+from scheduler_components._internal.old_names import old_names
 from scheduler_components.ports.control import ComputeGate, NullComputeGate
 from scheduler_components.ports.decisions import DecisionSink, NullDecisionLog
 from scheduler_components.ports.grammar import CompiledGrammar, GrammarBackend, GrammarMatcher
@@ -129,3 +130,5 @@ __all__ = [
     "StatsSource",
     "ZeroCopyPageStore",
 ]
+
+__getattr__ = old_names(__name__)

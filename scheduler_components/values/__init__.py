@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scheduler_components._internal.old_names import old_names
 from scheduler_components.values.batches import (
     BatchShape,
     RefusalReason,
@@ -185,3 +186,5 @@ __all__ = [
     "TokenOutput",
     "control_request_name",
 ]
+
+__getattr__ = old_names(__name__)
