@@ -7,21 +7,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import msgspec
+import zmq
 
-from benchmarks.agreement_process import (
-    NUM_RUNNING,
-    AgreementResult,
-    AgreementSpec,
-    NoAgreement,
-    make_agreement,
-    make_scheduler,
-)
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
+from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
+from scheduler_components.agreement.rank_groups import world_rank_groups
+from scheduler_components.agreement.step_agreement import StepAgreement
+from scheduler_components.ports import NullDecisionLog
+from scheduler_components.waiting.agreed_queue import AgreedQueue
+from scheduler_engine.device.device import SimulatedDevice
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.rank.zmq_sync import open_zmq_groups
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "agreement"
 _ROOT = Path(__file__).parent.parent
@@ -65,7 +70,7 @@ def _two_ranks(scale: Scale) -> Iterator[Measurement]:
                     num_turns=scale.turns,
                     num_steps=scale.of(_STEPS_PER_TURN),
                 )
-                command = [sys.executable, "-m", "benchmarks.agreement_process", msgspec.json.encode(spec).decode()]
+                command = [sys.executable, "-m", "benchmarks.bench_agreement", msgspec.json.encode(spec).decode()]
                 processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, cwd=_ROOT))
             answers = [process.communicate(timeout=_PATIENCE_S)[0] for process in processes]
         finally:
@@ -82,3 +87,117 @@ def _two_ranks(scale: Scale) -> Iterator[Measurement]:
 def _us(calls: dict[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:
     found = measure_interleaved(calls, turns=scale.turns, number=scale.of(number), clock_ns=time.thread_time_ns)
     return {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
+
+
+# --- the process of one rank ---
+
+
+NUM_RUNNING = 64
+_QUEUES = ("grammar", "lora", "transfer")
+_WARM_UP_STEPS = 50
+
+
+class AgreementSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of a rank: ``num_steps`` per turn and form."""
+
+    rank: int
+    num_ranks: int
+    folder: str
+    num_turns: int
+    num_steps: int
+
+
+class AgreementResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Microseconds, one value per turn.
+
+    Attributes:
+        agreement: of an agreement alone, with three queues in which no request waits.
+        on, off: of a step of a scheduler, with its agreement and without.
+    """
+
+    agreement: list[float]
+    on: list[float]
+    off: list[float]
+
+
+@dataclass(slots=True, kw_only=True)
+class NoAgreement(StepAgreement):
+    """The agreement of a scheduler that has none."""
+
+    def step(self, step: int) -> None:
+        pass
+
+
+def make_agreement(groups: ParallelGroups, *, num_waiting: int = 0) -> StepAgreement:
+    """Make an agreement of three queues, in each of which so many requests wait for ever."""
+    queues = [AgreedQueue[str](name=name) for name in _QUEUES]
+    for queue in queues:
+        for number in range(num_waiting):
+            queue.add(str(number), "a request")
+    return StepAgreement(groups=groups, parts=queues, leads=not groups.rank)
+
+
+def make_scheduler(groups: ParallelGroups, num_steps: int) -> Scheduler:
+    """Make a reference scheduler with 64 requests that decode for ``num_steps``. It keeps no log of its decisions."""
+    scheduler = Scheduler.compose(
+        SchedulerConfig(page_size=16, kv_tokens=1 << 20, max_running_requests=NUM_RUNNING, max_prefill_tokens=1 << 17),
+        ParallelState.from_tp_rank(groups.rank, tp_size=max(1, 2 * len(groups.groups))),
+        SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None),
+        groups=groups,
+        decisions=NullDecisionLog(),
+    )
+    limits = SamplingLimits(max_new_tokens=num_steps + _WARM_UP_STEPS + 50, ignore_eos=True)
+    for number in range(NUM_RUNNING):
+        scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
+    for _ in range(_WARM_UP_STEPS):
+        scheduler.step()
+    return scheduler
+
+
+def _open_groups(spec: AgreementSpec) -> ParallelGroups:
+    world = world_rank_groups(ParallelState.from_tp_rank(0, tp_size=spec.num_ranks))
+
+    def wait(socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
+        socket.poll(timeout_ms, event)
+        return True
+
+    return open_zmq_groups(
+        zmq.Context(),
+        rank=spec.rank,
+        reduce_groups=world[spec.rank].reduce_groups,
+        address_of=lambda rank: f"ipc://{spec.folder}/{rank}",
+        wait_for=wait,
+        timeout_s=60,
+    )
+
+
+def _us(step: Callable[[], object], num_steps: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    return (time.perf_counter() - begun) * 1e6 / num_steps
+
+
+def main() -> None:
+    """Run the turns: the agreement, a step with it and a step without it, alternating."""
+    spec = msgspec.json.decode(sys.argv[1], type=AgreementSpec)
+    groups = _open_groups(spec)
+    agreement, numbers = make_agreement(groups), count(1)
+    num_steps = spec.num_turns * spec.num_steps
+    with_it, without = make_scheduler(groups, num_steps), make_scheduler(groups, num_steps)
+    without.agreement = NoAgreement()
+    found = AgreementResult(agreement=[], on=[], off=[])
+    for turn in range(spec.num_turns):
+        groups.barrier("turn", step=turn)
+        found.agreement.append(_us(lambda: agreement.step(next(numbers)), spec.num_steps))
+        for samples, scheduler in ((found.on, with_it), (found.off, without))[:: 1 if turn % 2 else -1]:
+            groups.barrier("form", step=turn)
+            samples.append(_us(scheduler.step, spec.num_steps))
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    sys.stdout.flush()
+    groups.barrier("end", step=0)
+    groups.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,10 @@ import msgspec
 from benchmarks.measure import Measurement, Scale, percentile
 from benchmarks.processes import start_child
 from benchmarks.workloads import SHAPES, Shape
+from observability.jetstream import JetStreamConfig, LogAddress, open_jetstream_subscriber
+from observability.kv_stream import NullStreamListener, StreamState
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.kv_events import DecodedBatch
 
 NAME = "jetstream"
 _BATCHES_PER_S = 500
@@ -102,7 +105,7 @@ def _delays(server: str, shape: Shape, seconds: int) -> tuple[list[float], list[
         sink = writer.sink(0)
         arguments = msgspec.json.encode({"url": url, "worker": "bench", "expected": count})
         costs_us = []
-        with start_child("jetstream_reader_process", arguments) as reader:
+        with start_child("bench_jetstream", arguments) as reader:
             assert reader.stdout is not None
             assert reader.stdout.readline() == b"ready\n"
             begun_s = time.monotonic()
@@ -131,3 +134,46 @@ def _stored_per_s(server: str, shape: Shape, count: int) -> float:
         while writer.stats()[0].waiting:
             time.sleep(_PAUSE_S / 5)
         return writer.stats()[0].stored / (time.monotonic() - begun_s)
+
+
+# --- the process that reads the log ---
+
+
+_DEADLINE_S = 60.0
+
+
+class _Arguments(msgspec.Struct, frozen=True):
+    url: str
+    worker: str
+    expected: int
+
+
+class _Delays(NullStreamListener):
+    """Collects the milliseconds since each batch's timestamp."""
+
+    def __init__(self) -> None:
+        self.ms: list[float] = []
+
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+        """Record the delay."""
+        self.ms.append(1e3 * (time.time() - batch.ts))
+
+
+def main() -> None:
+    """Follow the stream of the command line until all batches have arrived."""
+    arguments = msgspec.json.decode(sys.argv[1], type=_Arguments)
+    delays = _Delays()
+    config = JetStreamConfig(servers=arguments.url)
+    with open_jetstream_subscriber(config, [LogAddress(arguments.worker)], listener=delays) as reader:
+        until_s = time.monotonic() + _DEADLINE_S
+        while reader.stats()[0].state is not StreamState.LIVE and time.monotonic() < until_s:
+            reader.poll(0.05)
+        sys.stdout.buffer.write(b"ready\n")
+        sys.stdout.flush()
+        while len(delays.ms) < arguments.expected and time.monotonic() < until_s:
+            reader.poll(0.05)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(delays.ms))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import msgspec
+import zmq
 
 from benchmarks.measure import Goal, Measurement, Scale, percentile
 from benchmarks.processes import start_child
@@ -106,7 +108,7 @@ def _added_delays_ms(shape: Shape, seconds: int) -> list[tuple[float, float]]:
     with _relayed() as relayed:
         count = seconds * _BATCHES_PER_S
         arguments = {"endpoints": [relayed.engine.endpoint, relayed.endpoint], "expected": count}
-        with start_child("relay_reader_process", msgspec.json.encode(arguments)) as reader:
+        with start_child("bench_relay", msgspec.json.encode(arguments)) as reader:
             assert reader.stdout is not None
             step = 0
             while not _is_ready(reader):
@@ -174,3 +176,67 @@ def _bytes_per_block(shape: Shape, num_blocks: int) -> float:
                     relayed.wait_for(relayed.engine.stats().last_sequence)
             relayed.wait_for(relayed.engine.stats().last_sequence)
         return (relayed.resident_bytes() - before) / (num_steps * shape.blocks_per_event)
+
+
+# --- the process that reads the stream ---
+
+
+_SILENCE_MS = 10_000
+
+
+class _Arguments(msgspec.Struct, frozen=True):
+    endpoints: tuple[str, str]
+    expected: int
+
+
+def _receive(sockets: list[zmq.Socket[bytes]], expected: int) -> list[tuple[float, float]]:
+    """Return the delays from a batch's timestamp in milliseconds, per stream. A relay keeps the timestamp."""
+    read_time = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, Any]).decode
+    delays: list[dict[float, float]] = [{}, {}]
+    heard = [False, False]
+    is_ready = False
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    while min(map(len, delays)) < expected:
+        ready = dict(poller.poll(_SILENCE_MS))
+        if not ready:
+            break
+        for number, socket in enumerate(sockets):
+            while socket in ready:
+                try:
+                    payload = socket.recv_multipart(zmq.NOBLOCK)[-1]
+                except zmq.Again:
+                    break
+                arrived_s = time.time()
+                sent_s = read_time(payload)[0]
+                heard[number] = True
+                if sent_s:
+                    delays[number][sent_s] = 1e3 * (arrived_s - sent_s)
+        if all(heard) and not is_ready:
+            is_ready = True
+            sys.stdout.buffer.write(b"ready\n")
+            sys.stdout.flush()
+    direct, through = delays
+    return [(delay, through[sent_s]) for sent_s, delay in direct.items() if sent_s in through]
+
+
+def main() -> None:
+    """Subscribe to the streams of the command line."""
+    arguments = msgspec.json.decode(sys.argv[1], type=_Arguments)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = []
+    for endpoint in arguments.endpoints:
+        socket = context.socket(zmq.SUB)
+        socket.rcvhwm = 0
+        socket.linger = 0
+        socket.subscribe(b"")
+        socket.connect(endpoint)
+        sockets.append(socket)
+    found = _receive(sockets, arguments.expected)
+    context.destroy()
+    sys.stdout.buffer.write(msgspec.msgpack.encode(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import Goal, Measurement, Scale
-from benchmarks.simulation_process import measure_simulation
 from benchmarks.studies.dynamo_replay import (
     engine_args,
     has_dynamo_replay,
@@ -23,6 +22,7 @@ from benchmarks.studies.dynamo_replay import (
     serve_in_kit,
     write_arrivals,
 )
+from benchmarks.studies.simulation_cost import measure_simulation
 from scheduler_engine.cli.simulate_trace_command import ROUTERS
 from scheduler_engine.simulation import (
     ConversationWorkload,

@@ -42,7 +42,7 @@ def _percent_of_a_core(name: str, count: int, seconds: int) -> float:
     address = Endpoint.parse(endpoint)
     arguments = msgspec.json.encode({"host": address.host, "port": address.port, "count": count})
     try:
-        with start_child("many_subscribers_process", arguments) as crowd:
+        with start_child("processes", "crowd", arguments) as crowd:
             assert crowd.stdout is not None
             if crowd.stdout.readline() != b"ready\n":
                 raise RuntimeError("the subscribers could not connect; their error is above")

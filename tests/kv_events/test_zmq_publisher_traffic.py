@@ -17,9 +17,8 @@ import zmq
 from hypothesis import settings
 from kit.events import numbered_batch
 
-from benchmarks.bench_traffic import run_traffic
+from benchmarks.bench_traffic import LOOPS, TrafficSpec, run_traffic
 from benchmarks.publishers import KIT, KIT_INLINE, KIT_WITHOUT_IDLE
-from benchmarks.traffic_process import LOOPS, TrafficSpec
 from scheduler_components.kv_events import ZmqEventPublisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
 

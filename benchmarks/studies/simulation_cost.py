@@ -1,6 +1,6 @@
 """Simulate a whole trace in a process of its own, and print what it took as JSON::
 
-    python -m benchmarks.simulation_process conversation_trace.jsonl --replicas 64 --router kv
+    python -m benchmarks.studies.simulation_cost conversation_trace.jsonl --replicas 64 --router kv
 
 It is ``scheduler-components simulate trace`` without a report page, with the peak of its memory. Linux and macOS.
 """
@@ -28,7 +28,7 @@ from scheduler_engine.simulation import (
 
 __all__ = ["SimulationCost", "measure_simulation"]
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 _STATUS = Path("/proc/self/status")
 
 
@@ -53,7 +53,7 @@ class SimulationCost(msgspec.Struct, frozen=True):
 
 def measure_simulation(trace: Path, *, num_replicas: int, router: str) -> SimulationCost:
     """Simulate all requests of a trace in a new process."""
-    command = [sys.executable, "-m", "benchmarks.simulation_process", str(trace)]
+    command = [sys.executable, "-m", "benchmarks.studies.simulation_cost", str(trace)]
     options = ["--replicas", str(num_replicas), "--router", router]
     done = subprocess.run([*command, *options], stdout=subprocess.PIPE, cwd=_ROOT, check=True)
     return msgspec.json.decode(done.stdout, type=SimulationCost)

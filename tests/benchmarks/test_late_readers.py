@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks.late_reader_process import LateReaders, join
+from benchmarks.bench_late_readers import LateReaders, join
 from benchmarks.processes import free_endpoints
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher

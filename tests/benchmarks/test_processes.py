@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.loop_process import run_steps
-from benchmarks.processes import LoopSpec, run_loop
+from benchmarks.processes import LoopSpec, run_loop, run_steps
 from benchmarks.publishers import KIT, OFF, NoPublisher
 from benchmarks.workloads import SHAPES
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import simulation_process
-from benchmarks.studies import dynamo_replay
+from benchmarks.studies import dynamo_replay, simulation_cost
 
-MAINS = [dynamo_replay.main, simulation_process.main]
+MAINS = [dynamo_replay.main, simulation_cost.main]
 
 
 @pytest.mark.parametrize("main", MAINS)
@@ -60,7 +59,7 @@ def test_the_cost_of_a_run_is_printed(
     path.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [0]}\n')
     for router in ("round-robin", "least-loaded", "kv"):
         monkeypatch.setattr(sys, "argv", ["benchmark", str(path), "--replicas", "2", "--router", router])
-        assert simulation_process.main() == 0
+        assert simulation_cost.main() == 0
         assert '"num_finished":1' in capsys.readouterr().out
 
 
@@ -68,5 +67,5 @@ def test_the_peak_of_the_memory_is_that_of_the_run_alone(tmp_path: Path) -> None
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [0]}\n')
     larger = bytearray(b"x") * (1 << 28)  # as the process of all benchmarks
-    cost = simulation_process.measure_simulation(path, num_replicas=2, router="kv")
+    cost = simulation_cost.measure_simulation(path, num_replicas=2, router="kv")
     assert 0 < cost.peak_bytes < len(larger)
