@@ -14,7 +14,7 @@ from random import Random
 
 from scheduler_components import AllBlocksCleared, BlockStored
 from scheduler_components.cache import PrefixNamespace, hash_pages
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.interfaces import BLOCK_SIZE, BlockRecorder
 
@@ -246,17 +246,5 @@ def _read(
     trace.expect(sorted(expected), sorted(ledger.hashes(*place)), f"the blocks in {place}")
 
 
-RECORDER_CHECKS: tuple[Callable[[OpenRecorder], None], ...] = (
-    check_parents_are_published_first,
-    check_removal_is_published_with_the_last_copy,
-    check_children_are_removed_before_parents,
-    check_orphans_wait_for_their_parent,
-    check_hashes_are_signed,
-    check_groups_and_media_are_separate,
-    check_chain_may_span_media,
-    check_clear_removes_everything,
-    check_identity_is_published,
-    check_unknown_block_is_not_removed,
-    check_random_history_matches_the_table,
-)
+RECORDER_CHECKS: tuple[Callable[[OpenRecorder], None], ...] = checks_in(globals())
 """All checks of a recorder."""
