@@ -12,15 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from zlib import crc32
 
 from scheduler_components.errors import ComponentError
-from scheduler_components.request_receiver import InputSource
+from scheduler_components.request_receiver import InputSource, RequestReceiver
 from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.fakes import ListInputSource
-from scheduler_components.testing.interfaces import ReceivingRank
 from scheduler_components.values import ForwardMode
 
 __all__ = ["RECEIVER_CHECKS", "OpenReceivers"]
 
-OpenReceivers = Callable[[InputSource], Sequence[ReceivingRank]]
+OpenReceivers = Callable[[InputSource], Sequence[RequestReceiver[str]]]
 
 _Received = list[tuple[int, str]]
 """Each message with the step that followed it."""
