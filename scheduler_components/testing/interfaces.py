@@ -42,7 +42,7 @@ from scheduler_components._internal.old_names import old_names
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.checks.pool_stats_observer import AuditedPool
 from scheduler_components.ports import HeldBlocksSource
-from scheduler_components.scheduling.request_kv_cache import PrefixCache
+from scheduler_components.scheduling import request_kv_cache
 from scheduler_components.testing.topology_space import TopologyRank
 from scheduler_components.values import ControlReply, ControlRequest, LoadSnapshot
 
@@ -86,7 +86,7 @@ PAGE_SIZE = 2
 """Tokens per page of the caches under check."""
 
 
-class CheckedPrefixCache(PrefixCache[Any], Protocol):
+class CheckedPrefixCache(request_kv_cache.PrefixCache[Any], Protocol):
     """A prefix cache over a pool of pages, with the contract of ``RadixCache``."""
 
     @property
