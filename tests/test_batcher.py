@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.variants import found, instead_of, variants
 
 from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.scheduling.admission_budget import BatchLimits
@@ -70,84 +72,44 @@ def test_every_preemption_policy_passes_all_checks(name: str, check: Callable[[O
 # Policies that fail.
 
 
-class Twice(Fcfs):
-    def order(self, step: int) -> Iterator[CheckedRequest]:
-        for request in super().order(step):
-            yield request
-            yield request
+class FailingPolicy(Fcfs):
+    twice = found("returned <r0.* twice", order=lambda self, step: (each for each in super().order(step) for _ in "ab"))
+    leaves_out = found(r"left out \d+ of \d+ waiting requests", order=lambda self, step: iter(()))
+    leaves_out_the_last = found(
+        r"left out 1 of \d+ waiting requests", order=lambda self, step: iter(list(super().order(step))[:-1])
+    )
+    names_the_admitted = found("which does not wait", discard=lambda self, request: None)
+    names_none = found("returned None, which does not wait", order=lambda self, step: iter([None]))
+    returns_nothing = found("raised TypeError", order=lambda self, step: None)
+    raises_on_scheduled = found(r"on_scheduled\(\) raised ZeroDivisionError", on_scheduled=lambda self, chunks: 1 / 0)
 
-
-class LeavesOut(Fcfs):
-    def order(self, step: int) -> Iterator[CheckedRequest]:
-        return iter(())
-
-
-class LeavesOutTheLast(Fcfs):
-    def order(self, step: int) -> Iterator[CheckedRequest]:
-        return iter(list(super().order(step))[:-1])
-
-
-class NamesTheAdmitted(Fcfs):
-    def discard(self, request: CheckedRequest) -> None:
-        pass
-
-
-class NamesNone(Fcfs):
-    def order(self, step: int) -> Iterator[CheckedRequest]:
-        return iter([None])  # type: ignore[list-item]
-
-
-class ReturnsNothing(Fcfs):
-    def order(self, step: int) -> Iterator[CheckedRequest]:
-        return None  # type: ignore[return-value]
-
-
-class RaisesLate(Fcfs):
-    def order(self, step: int) -> Iterator[CheckedRequest]:
+    @instead_of("order", "key is not comparable")
+    def raises_late(self, step):
         for number, request in enumerate(super().order(step)):
             if number == 1:
                 raise TypeError("key is not comparable")
             yield request
 
-
-class RaisesOnAdd(Fcfs):
-    def add(self, request: CheckedRequest, step: int) -> None:
+    @instead_of("add", r"add\(\) raised ValueError\('key is nan'\)")
+    def raises_on_add(self, request, step):
         if request.arrival == 3:
             raise ValueError("key is nan")
         super().add(request, step)
 
-
-class RaisesOnDiscard(Fcfs):
-    def discard(self, request: CheckedRequest) -> None:
+    @instead_of("discard", r"discard\(\) raised KeyError\(3\)")
+    def raises_on_discard(self, request):
         if request.arrival == 3:
             raise KeyError(request.arrival)
         super().discard(request)
 
 
-class RaisesOnScheduled(Fcfs):
-    def on_scheduled(self, chunks: Sequence[object]) -> None:
-        raise ZeroDivisionError("no tokens")
+FAILING = variants(FailingPolicy)
 
 
-FAILING = [
-    (Twice, "returned <r0.* twice"),
-    (LeavesOut, r"left out \d+ of \d+ waiting requests"),
-    (LeavesOutTheLast, r"left out 1 of \d+ waiting requests"),
-    (NamesTheAdmitted, "which does not wait"),
-    (NamesNone, "returned None, which does not wait"),
-    (ReturnsNothing, "raised TypeError"),
-    (RaisesLate, "key is not comparable"),
-    (RaisesOnAdd, r"add\(\) raised ValueError\('key is nan'\)"),
-    (RaisesOnDiscard, r"discard\(\) raised KeyError\(3\)"),
-    (RaisesOnScheduled, r"on_scheduled\(\) raised ZeroDivisionError"),
-]
-
-
-@pytest.mark.parametrize(("policy", "words"), FAILING)
-def test_a_policy_that_fails_is_replaced_and_reported_once(
-    policy: type[Fcfs], words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("name", FAILING)
+def test_a_policy_that_fails_is_replaced_and_reported_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """The batches are those of first come, first served, from the failing step on and in the failing step."""
+    policy, words = FAILING[name]
     workload = random_workload(5)
     sound, failing = a_session(opening()), a_session(opening(policy))
     with caplog.at_level(logging.ERROR, logger="scheduler_components.batcher"):
@@ -163,22 +125,15 @@ def test_a_policy_that_fails_is_replaced_and_reported_once(
     assert failing.batcher.num_replaced_policies == 1
 
 
-class PreemptsAnother:
-    def select_victim(self, candidates: Sequence[CheckedRequest]) -> CheckedRequest:
-        return CheckedRequest(rid="other", token_ids=[1], num_prompt_tokens=1, max_new_tokens=1)
+OTHER = CheckedRequest(rid="other", token_ids=[1], num_prompt_tokens=1, max_new_tokens=1)
 
 
-class PreemptsWithError:
-    def select_victim(self, candidates: Sequence[CheckedRequest]) -> CheckedRequest:
-        raise ValueError("no key")
-
-
-@pytest.mark.parametrize("preemption", [PreemptsAnother, PreemptsWithError])
+@pytest.mark.parametrize("select_victim", [lambda candidates: OTHER, lambda candidates: {}["no key"]])
 def test_a_preemption_policy_that_fails_is_replaced_and_reported_once(
-    preemption: type, caplog: pytest.LogCaptureFixture
+    select_victim: Callable[[object], CheckedRequest], caplog: pytest.LogCaptureFixture
 ) -> None:
-    workload = random_workload(5)
-    sound, failing = a_session(opening(ratio=0.0)), a_session(opening(preemption=preemption, ratio=0.0))
+    workload, policy = random_workload(5), SimpleNamespace(select_victim=select_victim)
+    sound, failing = a_session(opening(ratio=0.0)), a_session(opening(preemption=lambda: policy, ratio=0.0))
     for session in (sound, failing):
         session.serve(workload)
     assert failing.batches == sound.batches

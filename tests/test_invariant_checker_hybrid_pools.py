@@ -18,15 +18,16 @@ from kit.hybrid_scheduler import (
     hybrid_scheduler,
     serve,
 )
+from kit.variants import found, instead_of, variants
 
 from scheduler_components.values import AllocationRecord, PageHolding
-from scheduler_engine.engine.scheduler.request import Request, RequestState
+from scheduler_engine.engine.scheduler.request import RequestState
 
 
-class LosesPageOfRetracted(HybridPages):
-    """#11970: the page that the current step allocated for a retracted request is not freed."""
-
-    def free(self, request: Request) -> None:
+class LeakyPages(HybridPages):
+    @instead_of("free", "lost", "full", "RequestKvCache.grow", "batch")
+    def loses_page_of_retracted(self, request):
+        """#11970: the page that the current step allocated for a retracted request is not freed."""
         if self.progress.phase == "batch" and request.state is RequestState.RUNNING:
             own = len(request.pages) - request.num_cached_pages
             num_full = request.num_computed_tokens // self.cache.page_size - request.num_cached_pages
@@ -34,29 +35,33 @@ class LosesPageOfRetracted(HybridPages):
                 request.pages.pop()
         super().free(request)
 
-
-class FreesTwice(HybridPages):
-    """#6888: more is free and evictable than there is: the last page of a prompt is freed though the cache has it."""
-
-    def free(self, request: Request) -> None:
+    @instead_of("free", "owned-and-free", "full", "FreesTwice.release", "results")
+    def frees_twice(self, request):
+        """#6888: more is free and evictable than there is: the last page of a prompt is freed although it is cached."""
         shared = request.pages[: request.num_cached_pages]
         super().free(request)
         if shared and request.state is RequestState.FINISHED:
-            self.cache.pool._push(array("I", shared[-1:]))  # type: ignore[union-attr]  # a pool without states lets it
+            self.cache.pool._push(array("I", shared[-1:]))  # a pool without states lets it
             self.allocation_log.record("freed", "full", request.rid, "FreesTwice.release", shared[-1:])
 
+    @found("lost", "mamba", "HybridPages.attach", "batch")
+    class keeps_state_of_refused(HybridPages):
+        """#16067: a request takes its state, is then not admitted, and forgets it."""
 
-class KeepsStateOfRefused(HybridPages):
-    """#16067: a request takes its state, is then not admitted, and forgets it."""
+        def match_length(self, request):
+            return self.base.match_length(request)
 
-    def match_length(self, request: Request) -> int:
-        return self.base.match_length(request)
+        def give_state(self, request):
+            if self.progress.phase == "batch" and request.state is RequestState.WAITING:
+                self.state_of.pop(request.rid, None)
+            else:
+                super().give_state(request)
 
-    def give_state(self, request: Request) -> None:
-        if self.progress.phase == "batch" and request.state is RequestState.WAITING:
-            self.state_of.pop(request.rid, None)
-        else:
-            super().give_state(request)
+    loses_window_pages = found("lost", "swa", "HybridPages.slide", "batch")(LosesWindowPages)
+    keeps_state_of_aborted = found("lost", "mamba", "HybridPages.match_length", "submit")(KeepsStateOfAborted)
+
+
+LEAKS = variants(LeakyPages)
 
 
 class CountsRunningAlone(SideHolders):
@@ -81,17 +86,9 @@ def test_the_workload_covers_all_leaks() -> None:
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize(
-    ("broken", "rule", "pool", "component", "phase"),
-    [
-        (LosesWindowPages, "lost", "swa", "HybridPages.slide", "batch"),
-        (KeepsStateOfAborted, "lost", "mamba", "HybridPages.match_length", "submit"),
-        (LosesPageOfRetracted, "lost", "full", "RequestKvCache.grow", "batch"),
-        (FreesTwice, "owned-and-free", "full", "FreesTwice.release", "results"),
-        (KeepsStateOfRefused, "lost", "mamba", "HybridPages.attach", "batch"),
-    ],
-)
-def test_a_leak_is_found_and_named(broken: type[HybridPages], rule: str, pool: str, component: str, phase: str) -> None:
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_leak_is_found_and_named(name: str) -> None:
+    broken, rule, *cause = LEAKS[name]
     scheduler, _ = hybrid_scheduler(broken)
     report = serve(scheduler)
     assert report is not None, "not found"
@@ -99,8 +96,8 @@ def test_a_leak_is_found_and_named(broken: type[HybridPages], rule: str, pool: s
     [problem] = [each for each in report.violations if each.rule == rule]
     culprit = problem.culprit
     assert isinstance(culprit, AllocationRecord)
-    assert (problem.pool, culprit.component, culprit.phase) == (pool, component, phase)
-    assert culprit.action == ("freed" if broken is FreesTwice else "allocated")
+    assert [problem.pool, culprit.component, culprit.phase] == cause
+    assert culprit.action == ("freed" if name == "frees_twice" else "allocated")
     assert culprit.step <= report.step
     assert culprit.holder in str(problem)
     assert set(problem.pages) & set(culprit.pages)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import attrs
 import pytest
 from kit.hybrid_scheduler import SMALL, checker_of, serve
 from kit.replaced_parts import replace_kv_cache
+from kit.variants import found, instead_of, variants
 
 from scheduler_components import ParallelState
 from scheduler_components.cache import RadixNode
@@ -30,32 +30,6 @@ from scheduler_engine.engine.scheduler.request import Request, RequestState
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
-@dataclass(slots=True, kw_only=True)
-class KeepsLockOfAborted(RequestKvCache):
-    """#20010: a prefix is locked when a waiting request is matched; its abort takes the request out, not the lock."""
-
-    def match_length(self, request: Request) -> int:
-        match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
-        self.cache.lock(match.node)
-        self.allocation_log.record("locked", KV_POOL, request.rid, "KeepsLockOfAborted.match_length", match.page_array)
-        request.node, request.is_sampled = match.node, True
-        return match.num_tokens
-
-    def match(self, request: Request) -> None:
-        if request.node is not None:
-            self.allocation_log.record(
-                "unlocked", KV_POOL, request.rid, "KeepsLockOfAborted.attach", _pages_of(request.node)
-            )
-            self.cache.unlock(request.node)
-        RequestKvCache.match(self, request)
-
-    def free(self, request: Request) -> None:
-        if request.pages:
-            RequestKvCache.free(self, request)
-        else:
-            request.node = None
-
-
 def _pages_of(node: RadixNode) -> list[int]:
     pages, at = list[int](), node
     while at.parent is not None:
@@ -63,39 +37,60 @@ def _pages_of(node: RadixNode) -> list[int]:
     return pages
 
 
-@dataclass(slots=True, kw_only=True)
-class LosesPageOfRetracted(RequestKvCache):
-    """#11970: the page that the current step allocated for a retracted request is not freed."""
+class LeakyKvCache(RequestKvCache):
+    @found("locks", "locked", "KeepsLockOfAborted.match_length", "submit")
+    class keeps_lock_of_aborted(RequestKvCache):
+        """#20010: a prefix is locked when a waiting request is matched; its abort removes the request, not the lock."""
 
-    def free(self, request: Request) -> None:
+        def match_length(self, request):
+            match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
+            self.cache.lock(match.node)
+            component = "KeepsLockOfAborted.match_length"
+            self.allocation_log.record("locked", KV_POOL, request.rid, component, match.page_array)
+            request.node, request.is_sampled = match.node, True
+            return match.num_tokens
+
+        def match(self, request):
+            if request.node is not None:
+                pages = _pages_of(request.node)
+                self.allocation_log.record("unlocked", KV_POOL, request.rid, "KeepsLockOfAborted.attach", pages)
+                self.cache.unlock(request.node)
+            super().match(request)
+
+        def free(self, request):
+            if request.pages:
+                super().free(request)
+            else:
+                request.node = None
+
+    @instead_of("free", "lost", "allocated", "RequestKvCache.grow", "batch")
+    def loses_page_of_retracted(self, request):
+        """#11970: the page that the current step allocated for a retracted request is not freed."""
         num_full = request.num_computed_tokens // self.cache.page_size
         if request.state is RequestState.RUNNING and len(request.pages) > num_full:
             request.pages.pop()
-        RequestKvCache.free(self, request)
+        super().free(request)
 
-
-@dataclass(slots=True, kw_only=True)
-class FreesTwice(RequestKvCache):
-    """#6888: more is free and evictable than there is: the last page of a prompt is freed though the cache has it."""
-
-    def free(self, request: Request) -> None:
+    @instead_of("free", "owned-and-free", "freed", "FreesTwice.release", "results")
+    def frees_twice(self, request):
+        """#6888: more is free and evictable than there is: the last page of a prompt is freed although it is cached."""
         shared = request.pages[: request.num_cached_pages]
-        RequestKvCache.free(self, request)
+        super().free(request)
         if shared and request.state is RequestState.FINISHED:
-            self.cache.pool._push(array("I", shared[-1:]))  # type: ignore[union-attr]  # the pool's own ``free`` refuses it
+            self.cache.pool._push(array("I", shared[-1:]))  # the pool's own ``free`` refuses it
             self.allocation_log.record("freed", KV_POOL, request.rid, "FreesTwice.release", shared[-1:])
 
-
-@dataclass(slots=True, kw_only=True)
-class KeepsLockOfRefused(RequestKvCache):
-    """#16067: a request holds its prefix, is then not admitted, and forgets it."""
-
-    def free(self, request: Request) -> None:
+    @instead_of("free", "locks", "locked", "RequestKvCache.match", "batch")
+    def keeps_lock_of_refused(self, request):
+        """#16067: a request holds its prefix, is then not admitted, and forgets it."""
         if request.state is RequestState.WAITING and request.node is not None:
             request.node, request.pages = None, []
             request.num_cached_pages = request.num_computed_tokens = 0
         else:
-            RequestKvCache.free(self, request)
+            super().free(request)
+
+
+LEAKS = variants(LeakyKvCache)
 
 
 class CountsAnsweringAlone(RequestPageHolders):
@@ -103,14 +98,14 @@ class CountsAnsweringAlone(RequestPageHolders):
 
     def holdings(self) -> Iterator[PageHolding]:
         answering = {each.rid for each in self.queues.running if each.num_output_tokens}
-        return (each for each in RequestPageHolders.holdings(self) if each.holder in answering)
+        return (each for each in super().holdings() if each.holder in answering)
 
 
 class KeepsSlot(RequestQueues):
     """A request ends and its slot is still taken. Of no issue: what leaks besides pages."""
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        RequestQueues.finish(self, request, reason)
+        super().finish(request, reason)
         if reason is FinishReason.LENGTH:
             self.running.append(request)
 
@@ -139,37 +134,27 @@ def test_the_workload_covers_all_leaks_and_raises_no_alarm() -> None:
     assert stats.censuses >= scheduler.num_steps
 
 
-LEAKS = [
-    (KeepsLockOfAborted, "locks", "locked", "KeepsLockOfAborted.match_length", "submit"),
-    (LosesPageOfRetracted, "lost", "allocated", "RequestKvCache.grow", "batch"),
-    (FreesTwice, "owned-and-free", "freed", "FreesTwice.release", "results"),
-    (KeepsLockOfRefused, "locks", "locked", "RequestKvCache.match", "batch"),
-]
-
-
 @pytest.mark.broken_variants
-@pytest.mark.parametrize(("broken", "rule", "action", "component", "phase"), LEAKS)
-def test_a_leak_is_found_in_its_step_and_its_cause_named(
-    broken: type[RequestKvCache], rule: str, action: str, component: str, phase: str
-) -> None:
-    scheduler = make_scheduler(broken)
-    report = serve(scheduler)
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_leak_is_found_in_its_step_and_its_cause_named(name: str) -> None:
+    broken, rule, *cause = LEAKS[name]
+    report = serve(make_scheduler(broken))
     assert report is not None, "not found"
     if rule != "locks":  # a lost lock moves no page, so counts add up
         assert report.last_sound_step == report.step - 1, "found in the step that lost it"
     problem = next(each for each in report.violations if each.rule == rule)
     culprit = problem.culprit
     assert isinstance(culprit, AllocationRecord)
-    assert (problem.pool, culprit.action, culprit.component, culprit.phase) == (KV_POOL, action, component, phase)
+    assert (problem.pool, [culprit.action, culprit.component, culprit.phase]) == (KV_POOL, cause)
     assert culprit.holder in str(problem)
     assert set(problem.pages) & set(culprit.pages)
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize("broken", [broken for broken, *_ in LEAKS])
-def test_the_default_policy_finds_each_leak_by_the_end_of_the_work(broken: type[RequestKvCache]) -> None:
-    scheduler = make_scheduler(broken, IntegrityConfig())
-    if broken is FreesTwice:  # the cache itself stops when it is given the page a second time, before it is looked at
+@pytest.mark.parametrize("name", LEAKS)
+def test_the_default_policy_finds_each_leak_by_the_end_of_the_work(name: str) -> None:
+    scheduler = make_scheduler(LEAKS[name][0], IntegrityConfig())
+    if name == "frees_twice":  # the cache itself stops when it gets the page a second time, before it is looked at
         with pytest.raises(CacheIntegrityError):
             serve(scheduler)
     else:

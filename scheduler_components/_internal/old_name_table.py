@@ -47,7 +47,7 @@ OLD_NAMES = {
     "scheduler_components.simulation": "scheduler_engine.simulation",
     "scheduler_components.step_agreement": "scheduler_components.agreement.step_agreement",
     "scheduler_components.sync_input_relay": "scheduler_components.receiving.sync_input_relay",
-    "scheduler_components.testing.interfaces.CachedPrefix": "scheduler_components.testing.interfaces.CheckedPrefix",
+    "scheduler_components.testing.interfaces.CachedPrefix": "scheduler_components.scheduling.request_kv_cache.CachedPrefix",
     "scheduler_components.testing.interfaces.PrefixCache": "scheduler_components.testing.interfaces.CheckedPrefixCache",
     "scheduler_components.thread_adapter_loader": "scheduler_components.waiting.thread_adapter_loader",
     "scheduler_components.thread_grammar_compiler": "scheduler_components.waiting.thread_grammar_compiler",

@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from random import Random
 from typing import TypeAlias
 
@@ -20,7 +19,7 @@ import msgspec
 
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.interfaces import OpenWaitingRank, RankRunner
 
 __all__ = ["AGREEMENT_CHECKS"]
@@ -42,12 +41,8 @@ _NUM_WAITING = 40
 """Requests that wait together: more than a queue has room for in one agreement."""
 
 
-class _Fact(msgspec.Struct, frozen=True):
-    """What one rank reports about one request."""
-
-    rank: int
-    rid: str
-    is_ready: bool = True
+_Fact: TypeAlias = tuple[int, str, bool]
+"""What one rank reports about one request: its rank, the request, and whether it is ready."""
 
 
 class _Turn(msgspec.Struct, frozen=True):
@@ -96,37 +91,32 @@ class _Record(msgspec.Struct):
     error_step: int | None = None
 
 
-@dataclass(frozen=True)
-class _Play:
-    """Plays histories on one rank. Sent to processes, so it holds only what can be pickled."""
+def _play(open_rank: OpenWaitingRank, plans: tuple[_Plan, ...], groups: ParallelGroups) -> list[_Record]:
+    """Play histories on one rank, perhaps in a process of its own."""
+    return [_play_one(open_rank, plan, groups) for plan in plans]
 
-    open_rank: OpenWaitingRank
-    plans: tuple[_Plan, ...]
 
-    def __call__(self, groups: ParallelGroups) -> list[_Record]:
-        return [self._play(plan, groups) for plan in self.plans]
-
-    def _play(self, plan: _Plan, groups: ParallelGroups) -> _Record:
-        record, rank = _Record([], []), groups.rank
-        now_s = [plan.skew_s * rank]
-        number = 0
-        try:
-            queue = self.open_rank(groups, lambda: now_s[0], rank == 0)
-            for number, turn in enumerate(plan.script):
-                if rank == plan.dead_rank and number >= plan.wrong_step:
-                    return record
-                now_s[0] = turn.now_s * (1 + _DRIFT * rank) + plan.skew_s * rank
-                for rid in turn.cancel:
-                    queue.cancel(rid)
-                if rank != plan.deaf_rank or number != plan.wrong_step:
-                    record.refused += [rid for rid in turn.add if not queue.add(rid, _LIMIT_S)]
-                for fact in turn.facts:
-                    if fact.rank == rank:
-                        queue.report(fact.rid, fact.is_ready)
-                record.left += [(number, rid, reason) for rid, reason in queue.step(number)]
-        except Exception as error:  # noqa: BLE001 - the checks compare it with what the other ranks saw
-            record.error, record.error_step = f"{type(error).__name__}: {error}", number
-        return record
+def _play_one(open_rank: OpenWaitingRank, plan: _Plan, groups: ParallelGroups) -> _Record:
+    record, rank = _Record([], []), groups.rank
+    now_s = [plan.skew_s * rank]
+    number = 0
+    try:
+        queue = open_rank(groups, lambda: now_s[0], rank == 0)
+        for number, turn in enumerate(plan.script):
+            if rank == plan.dead_rank and number >= plan.wrong_step:
+                return record
+            now_s[0] = turn.now_s * (1 + _DRIFT * rank) + plan.skew_s * rank
+            for rid in turn.cancel:
+                queue.cancel(rid)
+            if rank != plan.deaf_rank or number != plan.wrong_step:
+                record.refused += [rid for rid in turn.add if not queue.add(rid, _LIMIT_S)]
+            for reporting, rid, is_ready in turn.facts:
+                if reporting == rank:
+                    queue.report(rid, is_ready)
+            record.left += [(number, rid, reason) for rid, reason in queue.step(number)]
+    except Exception as error:  # noqa: BLE001 - the checks compare it with what the other ranks saw
+        record.error, record.error_step = f"{type(error).__name__}: {error}", number
+    return record
 
 
 def check_ranks_let_the_same_requests_go(open_rank: OpenWaitingRank, ranks: RankRunner) -> None:
@@ -161,11 +151,11 @@ def _check_reasons(use: _Use, plan: _Plan, record: _Record) -> None:
         for rid in turn.add:
             added[rid], ready[rid] = step, set()
             failed.discard(rid)
-        for fact in turn.facts:
-            if fact.rid in added and fact.is_ready:
-                ready[fact.rid].add(fact.rank)
-            elif fact.rid in added:
-                failed.add(fact.rid)
+        for rank, rid, is_ready in turn.facts:
+            if rid in added and is_ready:
+                ready[rid].add(rank)
+            elif rid in added:
+                failed.add(rid)
         for rid in list(added):
             reason = leaving.get((step, rid))
             if reason is None:
@@ -198,7 +188,7 @@ def check_no_request_waits_without_bound(open_rank: OpenWaitingRank, ranks: Rank
         use = _Use("No request waits without bound", open_rank, ranks, world)
         stuck = tuple(f"stuck-{number}" for number in range(3))
         facts = _facts_of_all(use.num_ranks, ("good",)) + _facts_of_all(use.num_ranks - 1, (*stuck, "bad"))
-        facts += (_Fact(use.num_ranks - 1, "bad", is_ready=False),)
+        facts += ((use.num_ranks - 1, "bad", False),)
         idle = tuple(_Turn(0.01 * number) for number in range(2, 2 + _MAX_IDLE_STEPS))
         later = tuple(_Turn(_LIMIT_S + number) for number in range(1, 2 + _MAX_IDLE_STEPS))
         plans = [
@@ -246,11 +236,11 @@ def check_stray_facts_change_nothing(open_rank: OpenWaitingRank, ranks: RankRunn
     for world in ranks.worlds:
         use = _Use("Stray facts change nothing", open_rank, ranks, world)
         everyone = _facts_of_all(use.num_ranks, ("a",))
-        strays = tuple(_Fact(0, rid, is_ready) for rid in ("never", "a", "c") for is_ready in (True, False))
+        strays = tuple((0, rid, is_ready) for rid in ("never", "a", "c") for is_ready in (True, False))
         script = (
             _Turn(0.0, add=("a", "b", "c"), facts=_facts_of_all(1, ("never",))),
             _Turn(0.1, facts=everyone + everyone),
-            _Turn(0.15, facts=(_Fact(0, "b"),) * 3 if use.num_ranks > 1 else ()),
+            _Turn(0.15, facts=((0, "b", True),) * 3 if use.num_ranks > 1 else ()),
             *(_Turn(0.2 + 0.1 * number, cancel=("c",) if number == 0 else (), facts=strays) for number in range(3)),
             _Turn(0.6, facts=_facts_of_all(use.num_ranks, ("b",))),
             *(_Turn(0.7 + 0.1 * number) for number in range(_MAX_IDLE_STEPS)),
@@ -329,7 +319,7 @@ class _Use:
         """Play histories one after another; return what each rank saw of each. Every rank must end in time."""
         for plan in plans:
             self.trace.note(_described(plan))
-        found = self._ranks.run(self._world, _Play(self._open_rank, plans), timeout_s=self._timeout_s)
+        found = self._ranks.run(self._world, partial(_play, self._open_rank, plans), timeout_s=self._timeout_s)
         missing = sorted(set(range(self.num_ranks)) - set(found))
         self.trace.expect([], missing, "ranks that still wait after the bound")
         histories = [{rank: found[rank][number] for rank in sorted(found)} for number in range(len(plans))]
@@ -378,7 +368,7 @@ def _described(plan: _Plan) -> str:
 
 
 def _facts_of_all(num_ranks: int, rids: Sequence[str]) -> tuple[_Fact, ...]:
-    return tuple(_Fact(rank, rid) for rid in rids for rank in range(num_ranks))
+    return tuple((rank, rid, True) for rid in rids for rank in range(num_ranks))
 
 
 @lru_cache(maxsize=64)
@@ -393,7 +383,7 @@ def _random_script(seed: int, num_ranks: int) -> _Script:
         cancelled = tuple(random.sample(waiting, min(len(waiting), random.choice((0, 0, 0, 1, 2)))))
         waiting = [rid for rid in (*waiting, *added) if rid not in cancelled]
         facts = [
-            _Fact(random.randrange(num_ranks), rid, random.random() > 0.04)
+            (random.randrange(num_ranks), rid, random.random() > 0.04)
             for rid in waiting
             for _ in range(random.choice((0, 1, num_ranks)))
         ]
@@ -407,29 +397,29 @@ def _crowd(num_ranks: int) -> _Script:
     rids = [f"r{number}" for number in range(_NUM_WAITING)]
     turns = [_Turn(0.0, add=tuple(rids))]
     for number in range(_NUM_WAITING):
-        facts = [_Fact(rank, rids[-1 - number if rank % 2 else number]) for rank in range(num_ranks)]
+        facts = [(rank, rids[-1 - number if rank % 2 else number], True) for rank in range(num_ranks)]
         if not number:
-            facts.append(_Fact(num_ranks - 1, rids[-5], is_ready=False))
+            facts.append((num_ranks - 1, rids[-5], False))
         turns.append(_Turn(0.01 * number, facts=tuple(facts)))
     return (*turns, *(_Turn(0.5 + 0.01 * number) for number in range(_NUM_WAITING)))
 
 
 def _cancelled(num_ranks: int, moment: int) -> _Script:
     """Return a history in which a request is cancelled in one step, and added again in a later one."""
-    facts = [_Fact(rank, rid) for rid in ("a", "b") for rank in range(num_ranks)]
-    steps: list[tuple[_Fact, ...]] = [(), tuple(facts[:1]), tuple(facts[1:]), (), ()]
+    facts = _facts_of_all(num_ranks, ("a", "b"))
+    steps: list[tuple[_Fact, ...]] = [(), facts[:1], facts[1:], (), ()]
     turns = [
         _Turn(0.1 * step, ("a",) if step == moment else (), ("a", "b") if step == 0 and moment else (), each)
         for step, each in enumerate(steps)
     ]
     if not moment:  # cancelled before it waits, then added in the same turn
         turns[0] = _Turn(0.0, ("a",), ("a", "b"))
-    early = tuple(_Fact(rank, "again") for rank in range(num_ranks - 1))
+    early = _facts_of_all(num_ranks - 1, ("again",))
     again = (_Turn(1.0, add=("again",), facts=early), _Turn(1.1, ("again",)), _Turn(1.2, add=("again",)))
     return (
         *turns,
         *again,
-        _Turn(1.3, facts=(_Fact(num_ranks - 1, "again"),)),
+        _Turn(1.3, facts=((num_ranks - 1, "again", True),)),
         _Turn(1.4),
         _Turn(1.5, facts=_facts_of_all(num_ranks, ("again",))),
         *(_Turn(2.0 + _LIMIT_S * step) for step in range(_MAX_IDLE_STEPS)),
@@ -438,15 +428,5 @@ def _cancelled(num_ranks: int, moment: int) -> _Script:
 
 _SKEWS = (-1000.5, 0.0, 0.3, 1000.5)
 
-AGREEMENT_CHECKS: tuple[Callable[[OpenWaitingRank, RankRunner], None], ...] = (
-    check_ranks_let_the_same_requests_go,
-    check_reasons_follow_the_facts,
-    check_each_request_leaves_once,
-    check_no_request_waits_without_bound,
-    check_a_crowd_expires,
-    check_cancelled_requests_do_not_leave,
-    check_stray_facts_change_nothing,
-    check_ranks_with_other_calls_notice,
-    check_dead_rank_ends_in_an_error,
-)
+AGREEMENT_CHECKS: tuple[Callable[[OpenWaitingRank, RankRunner], None], ...] = checks_in(globals())
 """All checks of a waiting queue."""

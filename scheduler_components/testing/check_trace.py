@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-__all__ = ["CheckTrace", "ConformanceError"]
+__all__ = ["CheckTrace", "ConformanceError", "checks_in"]
 
 T = TypeVar("T")
 
@@ -103,6 +103,12 @@ class CheckTrace:
     def failure(self, expected: str, found: str) -> ConformanceError:
         """Return an error with the steps so far."""
         return ConformanceError(self.title, tuple(self._steps), expected, found)
+
+
+def checks_in(namespace: Mapping[str, Any]) -> tuple[Callable[..., None], ...]:
+    """Return the functions ``check_...`` that a module has defined so far, in order. Pass ``globals()``."""
+    own = (each for name, each in namespace.items() if name.startswith("check_"))
+    return tuple(each for each in own if each.__module__ == namespace["__name__"])
 
 
 def _shown(value: object) -> str:

@@ -7,6 +7,7 @@ function that opens a profiler. A check raises ``ConformanceError`` with its tra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -52,16 +53,13 @@ def check_wrong_type_raises_config_error(holder: StateProvider, change: Mapping[
     before = dict(trace.call("state()", holder.state))
     for name in change:
         values = {**change, name: "no such value"}
-        trace.call(f"check_state({values})", partial(_refused, holder, values))
+        trace.call(f"check_state({values})", partial(_check_or_refuse, holder, values))
     trace.expect(before, dict(trace.call("state() again", holder.state)), "values")
 
 
-def _refused(holder: StateProvider, values: Mapping[str, StateValue]) -> bool:
-    try:
+def _check_or_refuse(holder: StateProvider, values: Mapping[str, StateValue]) -> None:
+    with suppress(ConfigError):
         holder.check_state(values)
-    except ConfigError:
-        return True
-    return False
 
 
 STATE_HOLDER_CHECKS = (
@@ -90,18 +88,10 @@ def check_unbalanced_start_and_stop_raise(open_profiler: Callable[[], Profiler])
     """An unbalanced call raises, and the current recording is kept."""
     trace = CheckTrace("An unbalanced start or stop raises")
     profiler = trace.call("open", open_profiler)
-    trace.expect(True, trace.call("stop() before start()", lambda: _raises(lambda: profiler.stop("none"))), "raised")
+    trace.expect_error("stop() before start()", Exception, lambda: profiler.stop("none"))
     trace.call("start()", profiler.start)
-    trace.expect(True, trace.call("start() again", lambda: _raises(profiler.start)), "raised")
+    trace.expect_error("start() again", Exception, profiler.start)
     trace.expect(True, Path(trace.call("stop('kept')", lambda: profiler.stop("kept"))).is_file(), "the file exists")
-
-
-def _raises(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except Exception:  # noqa: BLE001 - any error is accepted
-        return True
-    return False
 
 
 PROFILER_CHECKS = (check_profile_is_written_to_the_returned_path, check_unbalanced_start_and_stop_raise)

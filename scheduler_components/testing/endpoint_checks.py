@@ -17,7 +17,7 @@ from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.kv_events.endpoints import MAX_PORT
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.interfaces import PortPlanner
 from scheduler_components.testing.topology_space import (
     DataParallelism,
@@ -338,16 +338,5 @@ def _few_topologies() -> Iterator[Topology]:
             yield make_topology(dp=dp, cp=2, pp=2, mode=mode, num_nodes=dp)
 
 
-ENDPOINT_CHECKS: tuple[Callable[[PortPlanner, EndpointPromises], None], ...] = (
-    check_each_stream_has_its_own_addresses,
-    check_only_configured_kinds_are_bound,
-    check_every_form_of_address_is_planned,
-    check_ports_are_base_plus_rank,
-    check_readers_dial_what_publishers_bind,
-    check_ports_beyond_the_last_are_refused,
-    check_overlapping_ranges_are_refused,
-    check_port_0_stays_0,
-    check_bad_addresses_are_refused,
-    check_each_rank_plans_alone,
-)
+ENDPOINT_CHECKS: tuple[Callable[[PortPlanner, EndpointPromises], None], ...] = checks_in(globals())
 """All checks of a port plan."""

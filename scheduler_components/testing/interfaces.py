@@ -7,7 +7,7 @@ with the steps, the expectation and the finding.
 | --- | --- | --- |
 | ``PREFIX_CACHE_CHECKS`` | ``open_cache(num_pages)`` | a ``CheckedPrefixCache`` of pages of ``PAGE_SIZE`` tokens |
 | ``BLOCK_TABLE_CACHE_CHECKS`` | the same | one that keeps the pages of its requests |
-| ``RECORDER_CHECKS`` | ``open_recorder()`` | a ``BlockRecorder`` of blocks of ``BLOCK_SIZE`` tokens |
+| ``RECORDER_CHECKS`` | ``open_recorder()`` | a ``BlockTableRecorder`` of blocks of ``BLOCK_SIZE`` tokens |
 | ``PAGE_STORE_CHECKS`` | ``store, prefix`` | a ``PageStore``, open; no key of it begins with ``prefix`` |
 | ``IN_PLACE_STORE_CHECKS`` | the same | a ``ZeroCopyPageStore`` |
 | ``PUBLISHER_CHECKS`` | ``open_publisher()`` | a ``BoundPublisher`` |
@@ -20,7 +20,7 @@ with the steps, the expectation and the finding.
 | ``POLICY_CHECKS`` | ``open_policy(match_length), promises`` | a ``SchedulingPolicy`` of ``PolicyRequest`` |
 | ``STATE_HOLDER_CHECKS`` | ``holder, change`` | a ``StateProvider``, and values that can be set in it |
 | ``PROFILER_CHECKS`` | ``open_profiler()`` | a ``Profiler`` |
-| ``RECEIVER_CHECKS`` | ``open_receivers(source)`` | one ``ReceivingRank`` per rank, the leading one first |
+| ``RECEIVER_CHECKS`` | ``open_receivers(source)`` | one ``RequestReceiver`` per rank, the leading one first |
 | ``TOPOLOGY_CHECKS`` | ``gate`` | a ``RankGate``, asked about every rank of every topology |
 | ``ENDPOINT_CHECKS`` | ``planner, promises`` | a ``PortPlanner`` of the streams of an engine |
 | ``AGREEMENT_CHECKS`` | ``open_rank(groups, clock, leads), ranks`` | a ``WaitingRank``; a ``RankRunner`` runs them |
@@ -40,20 +40,18 @@ import msgspec
 from scheduler_components import EventBatch, KVCacheEvent, ParallelState
 from scheduler_components._internal.old_names import old_names
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.checks.pool_stats_observer import AuditedPool
 from scheduler_components.ports import HeldBlocksSource
+from scheduler_components.scheduling import request_kv_cache
 from scheduler_components.testing.topology_space import TopologyRank
-from scheduler_components.values import ControlReply, ControlRequest, ForwardMode, LoadSnapshot
+from scheduler_components.values import ControlReply, ControlRequest, LoadSnapshot
 
 __all__ = [
     # prefix caches
     "PAGE_SIZE",
-    "CheckedPrefix",
     "CheckedPrefixCache",
     # recorders of block tables
     "BLOCK_SIZE",
-    "BlockRecorder",
     # page stores
     "MAX_BYTES",
     "PAGE_BYTES",
@@ -71,8 +69,6 @@ __all__ = [
     "QuiescableScheduler",
     "ServingScheduler",
     "Workload",
-    # request receivers
-    "ReceivingRank",
     # waiting queues of ranks that agree
     "OpenWaitingRank",
     "RankRunner",
@@ -90,56 +86,11 @@ PAGE_SIZE = 2
 """Tokens per page of the caches under check."""
 
 
-class CheckedPrefix(Protocol):
-    """The cached prefix of a prompt."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens covered, whole pages only."""
-        ...
-
-    @property
-    def pages(self) -> Sequence[int]:
-        """One page index per whole page, in order."""
-        ...
-
-    @property
-    def node(self) -> Any:
-        """The argument of ``lock`` and ``unlock``, of any type."""
-        ...
-
-
-class CheckedPrefixCache(Protocol):
+class CheckedPrefixCache(request_kv_cache.PrefixCache[Any], Protocol):
     """A prefix cache over a pool of pages, with the contract of ``RadixCache``."""
 
     @property
-    def page_size(self) -> int: ...
-
-    @property
-    def capacity_tokens(self) -> int: ...
-
-    @property
     def used_tokens(self) -> int: ...
-
-    @property
-    def free_tokens(self) -> int: ...
-
-    @property
-    def evictable_tokens(self) -> int: ...
-
-    def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> CheckedPrefix: ...
-
-    def insert(
-        self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
-    ) -> CheckedPrefix: ...
-
-    def lock(self, node: Any) -> None: ...
-
-    def unlock(self, node: Any) -> None: ...
-
-    def allocate(self, num_pages: int) -> Sequence[int]: ...
-
-    def free(self, pages: Sequence[int]) -> None: ...
 
     def evict(self, num_pages: int) -> int: ...
 
@@ -156,39 +107,6 @@ class CheckedPrefixCache(Protocol):
 
 BLOCK_SIZE = 2
 """Tokens per block of the events that the checks record and publish."""
-
-
-class BlockRecorder(Protocol):
-    """A recorder for an engine with a table of hashed blocks, with the contract of ``BlockTableRecorder``."""
-
-    def store(
-        self,
-        block_hashes: Sequence[int | bytes],
-        token_ids: Sequence[int],
-        parent_block_hash: int | bytes | None = None,
-        *,
-        medium: str | None = None,
-        group_idx: int | None = None,
-        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
-        extra_keys: Sequence[Sequence[str | int] | None] | None = None,
-    ) -> None:
-        """Add one copy of each block, parents first; the parent of the first may be unknown."""
-        ...
-
-    def remove(
-        self, block_hashes: Sequence[int | bytes], *, medium: str | None = None, group_idx: int | None = None
-    ) -> None:
-        """Remove one copy of each block, in any order; ignore missing blocks."""
-        ...
-
-    def clear(self) -> None:
-        """Remove every copy."""
-        ...
-
-    def take_events(self) -> Sequence[KVCacheEvent]:
-        """Return the events since the last call."""
-        ...
-
 
 # Page stores.
 
@@ -343,19 +261,6 @@ class AuditedScheduler(ServingScheduler, Protocol):
 
     @property
     def pools(self) -> Sequence[AuditedPool]: ...
-
-
-# Request receivers.
-
-
-class ReceivingRank(Protocol):
-    """One rank's receiver of ``TextInputReader``'s messages, with the contract of ``RequestReceiver``."""
-
-    def receive(self, step: int, state_digest: int, mode: ForwardMode) -> Sequence[str]:
-        """Return the messages before a step, equal on every rank. Every rank calls it before each step."""
-        ...
-
-    def close(self) -> None: ...
 
 
 # Topologies.

@@ -24,10 +24,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError
 from scheduler_components._internal.extras import naming_extras
-from scheduler_components.cache import PrefixNamespace, hash_pages
+from scheduler_components.cache import BlockTableRecorder, PrefixNamespace, hash_pages
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.replay_messages import END_SEQ
 from scheduler_components.ports import PageStore
+from scheduler_components.scheduling.request_kv_cache import CachedPrefix
 from scheduler_components.testing.batcher_checks import SMALL_LIMITS
 from scheduler_components.testing.batcher_session import BatcherSession, OpenBatcher, PlannedRequest
 from scheduler_components.testing.chain_event_generator import ChainEventGenerator
@@ -35,8 +36,6 @@ from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.faulty_network import Fault, FaultyNetwork
 from scheduler_components.testing.interfaces import (
     BLOCK_SIZE,
-    BlockRecorder,
-    CheckedPrefix,
     CheckedPrefixCache,
     FollowerCore,
     page_of,
@@ -173,11 +172,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert answers[0] == answers[1] == answers[2], f"{method}{args}: equal caches return {answers}"
         return answers[0]
 
-    def matches(self, method: str, *args: Any) -> list[CheckedPrefix]:
+    def matches(self, method: str, *args: Any) -> list[CachedPrefix[Any]]:
         """Make the same call on every cache, if the results have nodes of the caches."""
-        answers: list[CheckedPrefix] = [getattr(cache, method)(*args) for cache in self.caches]
-        assert len({(match.num_tokens, tuple(match.pages)) for match in answers}) == 1
-        assert answers[0].num_tokens == len(answers[0].pages) * self.model.page_size
+        answers: list[CachedPrefix[Any]] = [getattr(cache, method)(*args) for cache in self.caches]
+        assert len({(match.num_tokens, tuple(match.page_array)) for match in answers}) == 1
+        assert answers[0].num_tokens == len(answers[0].page_array) * self.model.page_size
         return answers
 
     def refuse(self, error: type[Exception], call: Callable[[CheckedPrefixCache], object]) -> None:
@@ -204,7 +203,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         found = self.matches("match_prefix", tokens, NAMESPACES[salt])[0]
         cached = self.model.cached(salt, tokens)
         self.model.touch(cached)
-        assert list(found.pages) == [self.model.pages[prefix] for prefix in cached]
+        assert list(found.page_array) == [self.model.pages[prefix] for prefix in cached]
 
     @precondition(lambda self: len(self.requests) < 3)
     @rule(salt=SALTS, tokens=TOKENS, keep=st.booleans())
@@ -234,7 +233,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.model.held.isdisjoint(own)
         assert set(self.model.pages.values()).isdisjoint(own)
         self.model.held.update(own)
-        self.requests.append(_Request(salt, tokens, cached, nodes, list(found[0].pages), own))
+        self.requests.append(_Request(salt, tokens, cached, nodes, list(found[0].page_array), own))
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 7), keep=st.booleans())
@@ -248,11 +247,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.model.pages.setdefault(prefix, page)
         self.model.held.difference_update(request.own_pages)
         self.model.touch(prefixes)
-        assert list(inserted[0].pages) == [self.model.pages[prefix] for prefix in prefixes]
+        assert list(inserted[0].page_array) == [self.model.pages[prefix] for prefix in prefixes]
         nodes = [match.node for match in inserted]
         if keep:
             self.lock(nodes, prefixes)
-            kept = _Request(request.salt, request.tokens, prefixes, nodes, list(inserted[0].pages), own_pages=[])
+            kept = _Request(request.salt, request.tokens, prefixes, nodes, list(inserted[0].page_array), own_pages=[])
             self.requests.append(kept)
         self.unlock(request.nodes, request.locked)
 
@@ -343,7 +342,7 @@ class RecorderMachine(RuleBasedStateMachine):
 
     places: ClassVar[tuple[BlockLocation, ...]] = ((None, None), ("CPU", None), (None, 1))
 
-    def open_recorder(self) -> BlockRecorder:
+    def open_recorder(self) -> BlockTableRecorder:
         """Open an empty recorder of blocks of ``BLOCK_SIZE`` tokens; override it."""
         raise NotImplementedError
 

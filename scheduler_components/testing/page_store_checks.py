@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from scheduler_components.ports import PageStore, ZeroCopyPageStore
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.interfaces import PAGE_BYTES, page_of
 
 __all__ = ["IN_PLACE_STORE_CHECKS", "PAGE_STORE_CHECKS"]
@@ -126,17 +126,7 @@ def _expect_pages(trace: CheckTrace, store: PageStore, keys: list[str], *, absen
         trace.require(page == wanted, f"{'no page' if wanted is None else 'its page'} under {key!r:.80}", page)
 
 
-PAGE_STORE_CHECKS: tuple[Callable[[PageStore, str], None], ...] = (
-    check_absent_keys_are_misses,
-    check_pages_come_back_byte_for_byte_in_the_order_asked,
-    check_exists_counts_the_longest_prefix,
-    check_missing_key_affects_only_itself,
-    check_a_page_may_be_set_again,
-    check_a_deleted_page_is_gone_and_can_come_back,
-    check_any_text_is_a_valid_key,
-    check_stored_page_is_a_copy,
-    check_empty_batches_are_accepted,
-)
+PAGE_STORE_CHECKS: tuple[Callable[[PageStore, str], None], ...] = checks_in(globals())
 
 
 def check_in_place_put_and_get(store: ZeroCopyPageStore, prefix: str) -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from scheduler_components.ports import SchedulingPolicy
 from scheduler_components.scheduling.scheduling_policy import ignores_batches
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.values import RequestHints, ScheduledChunk
 
 __all__ = ["NUM_AHEAD", "POLICY_CHECKS", "OpenPolicy", "PolicyPromises", "PolicyRequest"]
@@ -94,8 +94,7 @@ def check_each_waiting_request_comes_once(open_policy: OpenPolicy, promises: Pol
 
 
 def check_requests_may_be_discarded_while_they_are_read(
-    open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,
+    open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES
 ) -> None:
     """Discarding the request just read changes nothing for the others: each still comes once."""
     for every in (1, 2, 5):
@@ -160,10 +159,7 @@ def _check_places(open_policy: OpenPolicy) -> None:
         use.trace.expect(undisturbed.check_order(), use.check_order(), "arrivals in the order without a preemption")
 
 
-def check_orders_are_repeatable(
-    open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,
-) -> None:
+def check_orders_are_repeatable(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:
     """Reading an order, whole or in part, changes no order of this step or of a later one."""
     title = "An order that was read before, or in part, is the same"
     use, other = _Use(title, open_policy), _Use(title, open_policy)
@@ -175,10 +171,7 @@ def check_orders_are_repeatable(
         use.trace.expect(other.check_order(), first, "arrivals in the order of a policy that was read once")
 
 
-def check_ranks_decide_equally(
-    open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,
-) -> None:
+def check_ranks_decide_equally(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:
     """Policies with the same calls have the same order: no hash, no object's address and no order of adding matters.
 
     The names of the other policies' requests have other hashes and the same order. What arrives in one step is added
@@ -258,10 +251,7 @@ def check_cost_is_flat(open_policy: OpenPolicy, promises: PolicyPromises = _NO_P
     use.trace.require(reads[1] <= 2 * reads[0] + 200, f"at most twice the {reads[0]} reads of 128, and 200", reads[1])
 
 
-def check_bad_keys_are_refused(
-    open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,
-) -> None:
+def check_bad_keys_are_refused(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:
     """A hint that has no place in an order is refused with a ``ValueError`` of one line, or it is not a key.
 
     The other requests lose nothing. A request whose hint is accepted comes once, wherever it was added.
@@ -383,10 +373,7 @@ _SHARED_BATCHES: tuple[tuple[tuple[tuple[str, int, int], ...], str], ...] = (
 """Batches of prefills, each by tenant, start and end, and the tenant that received less."""
 
 
-def check_discarded_requests_are_released(
-    open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,
-) -> None:
+def check_discarded_requests_are_released(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:
     """A policy keeps no request that waits no longer: its tokens would stay in memory."""
     use = _Use("A discarded request is released", open_policy)
     requests = _requests(200)
@@ -639,17 +626,5 @@ def _bad_hints(name: str, value: object) -> RequestHints:
     return RequestHints(**{name: value})  # type: ignore[arg-type]
 
 
-POLICY_CHECKS: tuple[Callable[[OpenPolicy, PolicyPromises], None], ...] = (
-    check_each_waiting_request_comes_once,
-    check_requests_may_be_discarded_while_they_are_read,
-    check_preempted_requests_wait_again,
-    check_orders_are_repeatable,
-    check_ranks_decide_equally,
-    check_wait_is_bounded,
-    check_matches_have_a_budget,
-    check_cost_is_flat,
-    check_bad_keys_are_refused,
-    check_computed_tokens_are_counted,
-    check_discarded_requests_are_released,
-)
+POLICY_CHECKS: tuple[Callable[[OpenPolicy, PolicyPromises], None], ...] = checks_in(globals())
 """All checks of a scheduling policy."""

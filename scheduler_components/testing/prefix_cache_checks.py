@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 from scheduler_components import CacheIntegrityError, OutOfPagesError
 from scheduler_components.cache import PrefixNamespace
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.scheduling.request_kv_cache import CachedPrefix
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.event_ledger import EventLedger
-from scheduler_components.testing.interfaces import PAGE_SIZE, CheckedPrefix, CheckedPrefixCache
+from scheduler_components.testing.interfaces import PAGE_SIZE, CheckedPrefixCache
 
 __all__ = ["BLOCK_TABLE_CACHE_CHECKS", "PREFIX_CACHE_CHECKS", "OpenCache"]
 
@@ -29,7 +31,9 @@ def check_whole_pages_come_back(open_cache: OpenCache) -> None:
     trace.expect(4, stored.num_tokens, "tokens cached of 5, with 2 per page")
     for tokens, matched in (([1], 0), ([1, 2], 2), ([1, 2, 3], 2), ([1, 2, 3, 4, 5, 6], 4), ([9, 2, 3, 4], 0)):
         found = trace.call(f"match_prefix({tokens})", lambda tokens=tokens: cache.match_prefix(tokens))  # type: ignore[misc]
-        trace.expect((matched, tuple(stored.pages)[: matched // PAGE_SIZE]), (found.num_tokens, tuple(found.pages)))
+        trace.expect(
+            (matched, tuple(stored.page_array)[: matched // PAGE_SIZE]), (found.num_tokens, tuple(found.page_array))
+        )
     trace.call("check_integrity()", cache.check_integrity)
 
 
@@ -41,29 +45,9 @@ def check_equal_prompts_share_pages(open_cache: OpenCache) -> None:
     trace.call("insert([1, 2, 3, 4]) by the first", lambda: cache.insert([1, 2, 3, 4], first))
     trace.expect(3 * PAGE_SIZE, cache.free_tokens, "free tokens")
     merged = trace.call("insert([1 ... 6]) by the second", lambda: cache.insert([1, 2, 3, 4, 5, 6], second))
-    trace.expect((*first, second[2]), tuple(merged.pages), "the first's pages, then the new one")
+    trace.expect((*first, second[2]), tuple(merged.page_array), "the first's pages, then the new one")
     trace.expect(5 * PAGE_SIZE, cache.free_tokens, "free tokens: two of the second's pages were freed")
     trace.call("check_integrity()", cache.check_integrity)
-
-
-def check_equal_prompts_keep_their_pages(open_cache: OpenCache) -> None:
-    """If two requests computed the same page, both keep theirs, and readers see one block until both are gone."""
-    trace, cache = _begin("A request's pages are never replaced, and copies are one block to readers", open_cache, 4)
-    ledger = EventLedger(block_size=PAGE_SIZE)
-    first, second = (list(cache.allocate(2)) for _ in range(2))
-    stored = trace.call("insert([1, 2, 3, 4]) by the first", lambda: cache.insert([1, 2, 3, 4], first))
-    trace.call("lock by the first", lambda: cache.lock(stored.node))
-    copied = trace.call("insert([1, 2, 3, 4]) by the second", lambda: cache.insert([1, 2, 3, 4], second))
-    trace.expect(tuple(second), tuple(copied.pages), "the second's own pages")
-    trace.expect((0, 4), (cache.free_tokens, cache.evictable_tokens), "(free, evictable) tokens")
-    trace.expect(tuple(first), tuple(cache.match_prefix([1, 2, 3, 4]).pages), "the pages of a match: the first's")
-    _read(trace, cache, ledger)
-    trace.expect(2, trace.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted: the second's")
-    trace.expect(4, cache.match_prefix([1, 2, 3, 4]).num_tokens, "tokens that still match")
-    _read(trace, cache, ledger)
-    trace.call("unlock by the first", lambda: cache.unlock(stored.node))
-    trace.expect(2, trace.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted: the first's")
-    _read(trace, cache, ledger)
 
 
 def check_locked_prefixes_stay(open_cache: OpenCache) -> None:
@@ -148,8 +132,8 @@ def check_equal_calls_give_equal_events(open_cache: OpenCache) -> None:
     other, random = open_cache(6), Random(7)
     for _ in range(60):
         tokens = _prompt(random)
-        pages = tuple(_serve(trace, cache, tokens).pages)
-        trace.expect(pages, tuple(_serve(CheckTrace(trace.title), other, tokens).pages), "the other cache's pages")
+        pages = tuple(_serve(trace, cache, tokens).page_array)
+        trace.expect(pages, tuple(_serve(CheckTrace(trace.title), other, tokens).page_array), "the other cache's pages")
         trace.expect(tuple(cache.take_events()), tuple(other.take_events()), "the other cache's events")
 
 
@@ -162,14 +146,14 @@ def _begin(title: str, open_cache: OpenCache, num_pages: int) -> tuple[CheckTrac
 
 def _serve(
     trace: CheckTrace, cache: CheckedPrefixCache, tokens: Sequence[int], namespace: PrefixNamespace | None = None
-) -> CheckedPrefix:
+) -> CachedPrefix[Any]:
     """Run a request from its match to its end, on a cache with enough free pages."""
 
-    def run() -> CheckedPrefix:
+    def run() -> CachedPrefix[Any]:
         found = cache.match_prefix(tokens, namespace)
         cache.lock(found.node)
-        own = cache.allocate(len(tokens) // PAGE_SIZE - len(found.pages))
-        stored = cache.insert(tokens, [*found.pages, *own], namespace)
+        own = cache.allocate(len(tokens) // PAGE_SIZE - len(found.page_array))
+        stored = cache.insert(tokens, [*found.page_array, *own], namespace)
         cache.unlock(found.node)
         return stored
 
@@ -189,21 +173,31 @@ def _prompt(random: Random) -> list[int]:
     return random.choices((0, 1), k=random.randint(PAGE_SIZE, 5 * PAGE_SIZE))
 
 
-PREFIX_CACHE_CHECKS: tuple[Callable[[OpenCache], None], ...] = (
-    check_whole_pages_come_back,
-    check_equal_prompts_share_pages,
-    check_locked_prefixes_stay,
-    check_leaves_are_evicted_first,
-    check_failed_allocation_changes_nothing,
-    check_tenants_share_nothing,
-    check_clear_publishes_all_blocks_cleared,
-    check_events_match_the_contents,
-    check_equal_calls_give_equal_events,
-)
+PREFIX_CACHE_CHECKS: tuple[Callable[[OpenCache], None], ...] = checks_in(globals())
 """All checks of a prefix cache."""
 
-BLOCK_TABLE_CACHE_CHECKS: tuple[Callable[[OpenCache], None], ...] = (
-    *(check for check in PREFIX_CACHE_CHECKS if check is not check_equal_prompts_share_pages),
-    check_equal_prompts_keep_their_pages,
+
+def check_equal_prompts_keep_their_pages(open_cache: OpenCache) -> None:
+    """If two requests computed the same page, both keep theirs, and readers see one block until both are gone."""
+    trace, cache = _begin("A request's pages are never replaced, and copies are one block to readers", open_cache, 4)
+    ledger = EventLedger(block_size=PAGE_SIZE)
+    first, second = (list(cache.allocate(2)) for _ in range(2))
+    stored = trace.call("insert([1, 2, 3, 4]) by the first", lambda: cache.insert([1, 2, 3, 4], first))
+    trace.call("lock by the first", lambda: cache.lock(stored.node))
+    copied = trace.call("insert([1, 2, 3, 4]) by the second", lambda: cache.insert([1, 2, 3, 4], second))
+    trace.expect(tuple(second), tuple(copied.page_array), "the second's own pages")
+    trace.expect((0, 4), (cache.free_tokens, cache.evictable_tokens), "(free, evictable) tokens")
+    trace.expect(tuple(first), tuple(cache.match_prefix([1, 2, 3, 4]).page_array), "the pages of a match: the first's")
+    _read(trace, cache, ledger)
+    trace.expect(2, trace.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted: the second's")
+    trace.expect(4, cache.match_prefix([1, 2, 3, 4]).num_tokens, "tokens that still match")
+    _read(trace, cache, ledger)
+    trace.call("unlock by the first", lambda: cache.unlock(stored.node))
+    trace.expect(2, trace.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted: the first's")
+    _read(trace, cache, ledger)
+
+
+BLOCK_TABLE_CACHE_CHECKS: tuple[Callable[[OpenCache], None], ...] = tuple(
+    check for check in checks_in(globals()) if check is not check_equal_prompts_share_pages
 )
 """All checks of a prefix cache whose requests keep their own pages: a ``BlockTableCache``."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scheduler_components.ports import KvEventSink, OutputSink
+from scheduler_components.testing.check_trace import checks_in
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.interfaces import QuiescableScheduler, Workload
 from scheduler_components.testing.pool_verifier import PoolVerifier
@@ -199,10 +200,5 @@ def check_released_memory_holds_nothing(open_scheduler: OpenQuiescableScheduler,
     quiesce.finish()
 
 
-QUIESCE_CHECKS: tuple[Callable[[OpenQuiescableScheduler, Workload], None], ...] = (
-    check_paused_scheduler_computes_nothing,
-    check_flush_of_an_idle_scheduler_is_published,
-    check_new_weights_share_no_block_with_old_ones,
-    check_released_memory_holds_nothing,
-)
+QUIESCE_CHECKS: tuple[Callable[[OpenQuiescableScheduler, Workload], None], ...] = checks_in(globals())
 """All checks of a scheduler that carries out control requests."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 from scheduler_components import AllBlocksCleared, BlockStored
-from scheduler_components.cache import PrefixNamespace, hash_pages
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.cache import BlockTableRecorder, PrefixNamespace, hash_pages
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.event_ledger import EventLedger
-from scheduler_components.testing.interfaces import BLOCK_SIZE, BlockRecorder
+from scheduler_components.testing.interfaces import BLOCK_SIZE
 
 __all__ = ["RECORDER_CHECKS", "BlockLocation", "CopyCountingTable", "OpenRecorder"]
 
-OpenRecorder = Callable[[], BlockRecorder]
+OpenRecorder = Callable[[], BlockTableRecorder]
 """Opens an empty recorder."""
 
 BlockLocation = tuple[str | None, int | None]
@@ -227,7 +227,7 @@ def check_random_history_matches_the_table(open_recorder: OpenRecorder) -> None:
                 _read(trace, recorder, ledger, table.reachable_hashes(each), each)
 
 
-def _begin(title: str, open_recorder: OpenRecorder) -> tuple[CheckTrace, BlockRecorder, EventLedger]:
+def _begin(title: str, open_recorder: OpenRecorder) -> tuple[CheckTrace, BlockTableRecorder, EventLedger]:
     trace = CheckTrace(title)
     recorder = trace.call(f"opened a recorder of blocks of {BLOCK_SIZE} tokens", open_recorder)
     return trace, recorder, EventLedger(block_size=BLOCK_SIZE)
@@ -235,7 +235,7 @@ def _begin(title: str, open_recorder: OpenRecorder) -> tuple[CheckTrace, BlockRe
 
 def _read(
     trace: CheckTrace,
-    recorder: BlockRecorder,
+    recorder: BlockTableRecorder,
     ledger: EventLedger,
     expected: set[int],
     place: BlockLocation = (None, None),
@@ -246,17 +246,5 @@ def _read(
     trace.expect(sorted(expected), sorted(ledger.hashes(*place)), f"the blocks in {place}")
 
 
-RECORDER_CHECKS: tuple[Callable[[OpenRecorder], None], ...] = (
-    check_parents_are_published_first,
-    check_removal_is_published_with_the_last_copy,
-    check_children_are_removed_before_parents,
-    check_orphans_wait_for_their_parent,
-    check_hashes_are_signed,
-    check_groups_and_media_are_separate,
-    check_chain_may_span_media,
-    check_clear_removes_everything,
-    check_identity_is_published,
-    check_unknown_block_is_not_removed,
-    check_random_history_matches_the_table,
-)
+RECORDER_CHECKS: tuple[Callable[[OpenRecorder], None], ...] = checks_in(globals())
 """All checks of a recorder."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from scheduler_components.kv_events.replay_messages import END_SEQ
 from scheduler_components.testing.chain_event_generator import ChainEventGenerator
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.interfaces import StreamEndpoints, StreamSubscriber
 from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher
 
@@ -200,13 +200,5 @@ def _bench(
             subscriber.close()
 
 
-SUBSCRIBER_CHECKS: tuple[Callable[[OpenSubscriber, float], None], ...] = (
-    check_late_joiners_get_everything,
-    check_gaps_are_filled,
-    check_lost_last_batch_is_detected,
-    check_duplicate_batch_is_ignored,
-    check_malformed_messages_are_ignored,
-    check_publisher_restart_is_detected,
-    check_not_live_while_a_gap_is_open,
-)
+SUBSCRIBER_CHECKS: tuple[Callable[[OpenSubscriber, float], None], ...] = checks_in(globals())
 """All checks of a subscriber."""

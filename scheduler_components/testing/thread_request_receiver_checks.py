@@ -12,15 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from zlib import crc32
 
 from scheduler_components.errors import ComponentError
-from scheduler_components.request_receiver import InputSource
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.request_receiver import InputSource, RequestReceiver
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.fakes import ListInputSource
-from scheduler_components.testing.interfaces import ReceivingRank
 from scheduler_components.values import ForwardMode
 
 __all__ = ["RECEIVER_CHECKS", "OpenReceivers"]
 
-OpenReceivers = Callable[[InputSource], Sequence[ReceivingRank]]
+OpenReceivers = Callable[[InputSource], Sequence[RequestReceiver[str]]]
 
 _Received = list[tuple[int, str]]
 """Each message with the step that followed it."""
@@ -125,10 +124,5 @@ def _serve(
     return trace.call(f"{num_steps} steps of {len(ranks)} ranks", run_all)
 
 
-RECEIVER_CHECKS: tuple[Callable[[OpenReceivers], None], ...] = (
-    check_all_ranks_receive_the_same_sequence,
-    check_messages_of_any_size_arrive_intact,
-    check_blocked_input_waits_for_all,
-    check_diverged_rank_is_detected,
-)
+RECEIVER_CHECKS: tuple[Callable[[OpenReceivers], None], ...] = checks_in(globals())
 """All checks of a request receiver. Ranks wait for each other, so give your receivers timeouts."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.interfaces import RankGate
 from scheduler_components.testing.topology_space import Topology, TopologyRank, topologies
 
@@ -86,9 +86,5 @@ def _listed(ranks: Sequence[TopologyRank]) -> str:
     return ", ".join(map(str, ranks))
 
 
-TOPOLOGY_CHECKS: tuple[Callable[[RankGate], None], ...] = (
-    check_each_cache_has_one_speaker,
-    check_streams_have_the_numbers_of_their_replicas,
-    check_each_rank_decides_alone,
-)
+TOPOLOGY_CHECKS: tuple[Callable[[RankGate], None], ...] = checks_in(globals())
 """All checks of a gate."""

@@ -17,7 +17,7 @@ import zmq
 from scheduler_components import BlockRemoved, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, Endpoint
 from scheduler_components.testing.chain_event_generator import ChainEventGenerator
-from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.interfaces import BLOCK_SIZE, BoundPublisher, Frames
 from scheduler_components.testing.stream_verifier import AdvertisedStream, RecordedStream, ReplayResponse, verify_stream
 from scheduler_components.testing.zmq_stream_probe import StreamProbe
@@ -183,11 +183,5 @@ def _events(messages: tuple[Frames, ...] | list[Frames]) -> list[KVCacheEvent]:
     return [event for frames in messages for event in decoder.decode(frames[-1]).events]
 
 
-PUBLISHER_CHECKS: tuple[Callable[[OpenPublisher], None], ...] = (
-    check_live_batches_match_the_wire_format,
-    check_replay_from_0_returns_the_whole_stream,
-    check_every_replay_ends_with_the_end_marker,
-    check_unencodable_event_takes_no_sequence,
-    check_shutdown_flushes_and_releases,
-)
+PUBLISHER_CHECKS: tuple[Callable[[OpenPublisher], None], ...] = checks_in(globals())
 """All checks of a publisher."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from kit.searches import num_examples
+from kit.variants import found, instead_of, variants
 
 from observability.kv_stream import (
     BatchApplier,
@@ -24,12 +25,12 @@ from observability.kv_stream import (
     Tier,
 )
 from observability.kv_stream.instructions import SendReplayRequest
-from scheduler_components import BlockStored, KVCacheEvent
+from scheduler_components import BlockStored
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import MemoryPageStore, open_file_page_store
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.kv_events.replay_messages import END_SEQ, encode_plain_request
-from scheduler_components.ports import PageBytes, PageStore
+from scheduler_components.ports import PageStore
 from scheduler_components.testing import EventLedger, FollowerMachine, PageStoreMachine, PrefixCacheMachine
 from scheduler_components.testing.interfaces import MAX_BYTES, FollowerCore, page_of
 
@@ -68,33 +69,6 @@ class SmallStoreMachine(PageStoreMachine):
 @pytest.mark.parametrize("machine", [MemoryStoreMachine, FileStoreMachine, SmallStoreMachine])
 def test_the_kits_page_stores_pass(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=FEW)
-
-
-class MixesKeys(MemoryStoreMachine):
-    def open_store(self) -> PageStore:
-        class Store(MemoryPageStore):
-            def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
-                return list(super().batch_get([key.replace("/", "-") for key in keys]))
-
-        return Store(MAX_BYTES)
-
-
-class OmitsRemovals(PrefixCacheMachine):
-    def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> RadixCache:
-        class Cache(RadixCache):
-            def take_events(self) -> tuple[KVCacheEvent, ...]:
-                return tuple(event for event in super().take_events() if isinstance(event, BlockStored))
-
-        return Cache(page_size=page_size, capacity_tokens=capacity_tokens, record=record)
-
-
-class EvictsOneMore(PrefixCacheMachine):
-    def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> RadixCache:
-        class Cache(RadixCache):
-            def evict(self, num_pages: int) -> int:
-                return super().evict(num_pages + 1 if num_pages > 0 else num_pages)
-
-        return Cache(page_size=page_size, capacity_tokens=capacity_tokens, record=record)
 
 
 class KitFollower:
@@ -216,41 +190,56 @@ def test_a_simple_follower_passes() -> None:
     run_state_machine_as_test(SimpleFollowerMachine, settings=FEW)
 
 
-class SkipsGaps(SimpleFollower):
-    def apply(self, sequence: int, payload: bytes) -> None:
+class BrokenFollower(SimpleFollower):
+    @instead_of("apply")
+    def skips_gaps(self, sequence, payload):
         if sequence > self.last:
             self.last = sequence - 1
             super().apply(sequence, payload)
 
-
-class AppliesTwice(SimpleFollower):
-    def apply(self, sequence: int, payload: bytes) -> None:
+    @instead_of("apply")
+    def applies_twice(self, sequence, payload):
         if sequence <= self.last:
             self.ledger.apply_all(BatchDecoder().decode(payload).events)
         super().apply(sequence, payload)
 
+    never_requests_again = found(advance_time=lambda self, seconds: None)
 
-class NeverRequestsAgain(SimpleFollower):
-    def advance_time(self, seconds: float) -> None:
-        pass
+
+class BrokenStore(MemoryPageStore):
+    mixes_keys = found(batch_get=lambda self, keys: super().batch_get([key.replace("/", "-") for key in keys]))
+
+
+class BrokenCache(RadixCache):
+    evicts_one_more = found(evict=lambda self, num_pages: super().evict(num_pages + (num_pages > 0)))
+
+    @instead_of("take_events")
+    def omits_removals(self):
+        return tuple(event for event in super().take_events() if isinstance(event, BlockStored))
+
+
+OPENINGS = {
+    BrokenFollower: (FollowerMachine, "open_follower", lambda kind: lambda self: kind()),
+    BrokenStore: (PageStoreMachine, "open_store", lambda kind: lambda self: kind(MAX_BYTES)),
+    BrokenCache: (
+        PrefixCacheMachine,
+        "open_cache",
+        lambda kind: (
+            lambda self, page_size, capacity_tokens, record: kind(
+                page_size=page_size, capacity_tokens=capacity_tokens, record=record
+            )
+        ),
+    ),
+}
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize("kind", [SkipsGaps, AppliesTwice, NeverRequestsAgain])
-def test_broken_followers_are_found(kind: type[SimpleFollower]) -> None:
-    class Machine(FollowerMachine):
-        def open_follower(self) -> FollowerCore:
-            return kind()
-
+@pytest.mark.parametrize(("table", "name"), [(table, name) for table in OPENINGS for name in variants(table)])
+def test_broken_parts_are_found(table: type, name: str) -> None:
+    machine, method, opening = OPENINGS[table]
+    [broken] = variants(table)[name]
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Machine, settings=MANY)
-
-
-@pytest.mark.broken_variants
-@pytest.mark.parametrize("machine", [MixesKeys, OmitsRemovals, EvictsOneMore])
-def test_broken_stores_and_caches_are_found(machine: type[RuleBasedStateMachine]) -> None:
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(machine, settings=MANY)
+        run_state_machine_as_test(type("Machine", (machine,), {method: opening(broken)}), settings=MANY)
 
 
 def test_a_machine_names_the_method_to_override() -> None:
