@@ -120,7 +120,7 @@ async def open_ranks(
         for config in configs:
             name = str(config.engine.parallel(config.rank))
             logs = config.engine.logs
-            rank = RankProcess(rank=config.rank, name=name, process=await _start(name), log_format=logs.format)
+            rank = RankProcess(rank=config.rank, name=name, process=await _start(name), log_format=logs.log_format)
             ranks.append(rank)
             rank.configure(config)
             watcher = asyncio.create_task(rank.wait(show), name=f"rank {name}")
