@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_components import ParallelState
-from scheduler_components.quiesce import MemoryOccupation, NullMemoryOccupation
+from scheduler_components.quiesce import MemoryOccupation
 from scheduler_components.waiting.thread_adapter_loader import AdapterStore, NullAdapterStore
 from scheduler_components.weight_updater import WeightStore
 from scheduler_engine.device.device import LayerwiseDevice, SimulatedDevice, SimulatedModel
@@ -30,7 +30,8 @@ class RankCompute:
         weights: loads new weights.
         memory: releases and resumes device memory.
         pool: KV pages that the device computes into; None for a simulated device.
-        groups: the ranks that compute the model together with this one; empty for a simulated device.
+        groups: the ranks that hold the other shards of the model, and those that compute other rows of a prefill; empty
+            for a simulated device.
         adapters: the adapters of the device.
     """
 
@@ -70,21 +71,13 @@ def open_rank_device(
         # Imported here, so that an engine without a model starts without torch.
         from scheduler_engine.engine.rank.torch_compute import open_torch_rank
 
-        rank = open_torch_rank(
+        return open_torch_rank(
             config.model,
             config.scheduler,
             num_ranks=config.world_size,
             parallel=parallel,
             paths=paths,
             on_wait=on_wait,
-        )
-        return RankCompute(
-            device=rank.device,
-            weights=rank.weights,
-            memory=NullMemoryOccupation(),
-            pool=rank.pool,
-            groups=rank.groups,
-            adapters=rank.adapters,
         )
     simulated = SimulatedDevice(model=SimulatedModel(seed=config.seed), speed=config.speed)
     return RankCompute(
