@@ -481,21 +481,9 @@ def serve(
     logs: Logs = _TEXT_LOGS,
 ) -> int:
     """Run the engine and serve HTTP until Ctrl-C, or replay a trace against it."""
-    return _run(
-        SessionConfig(
-            engine=attrs.evolve(engine_config(options, hicache, model), logs=logs),
-            host=options.host,
-            port=options.port,
-            kv_pool=options.kv_pool,
-            server=server.config(),
-            affinity_tokens=options.affinity_tokens,
-            trace=trace,
-            limit=limit,
-            keep_serving=keep_serving,
-            duration_s=duration,
-        ),
-        as_json=as_json,
-    )
+    session = _session(options, hicache, model, server, logs)
+    served = attrs.evolve(session, trace=trace, limit=limit, keep_serving=keep_serving, duration_s=duration)
+    return _run(served, as_json=as_json)
 
 
 def demo(
@@ -515,19 +503,23 @@ def demo(
 
     With --model the command also compares every answer, token by token, with transformers' generate.
     """
-    engine = attrs.evolve(engine_config(options, hicache, model), logs=logs)
-    workload = WorkloadConfig(seed=options.seed, chats_per_s=chats_per_s, **_workload_of(engine.model))
-    return _run(
-        SessionConfig(
-            engine=engine,
-            host=options.host,
-            port=options.port,
-            kv_pool=options.kv_pool,
-            server=server.config(),
-            affinity_tokens=options.affinity_tokens,
-            workload=workload if requests is None else attrs.evolve(workload, num_requests=requests),
-        ),
-        as_json=as_json,
+    session = _session(options, hicache, model, server, logs)
+    workload = WorkloadConfig(seed=options.seed, chats_per_s=chats_per_s, **_workload_of(session.engine.model))
+    if requests is not None:
+        workload = attrs.evolve(workload, num_requests=requests)
+    return _run(attrs.evolve(session, workload=workload), as_json=as_json)
+
+
+def _session(
+    options: EngineOptions, hicache: HiCacheOptions, model: ModelOptions, server: ServerOptions, logs: LogConfig
+) -> SessionConfig:
+    return SessionConfig(
+        engine=attrs.evolve(engine_config(options, hicache, model), logs=logs),
+        host=options.host,
+        port=options.port,
+        kv_pool=options.kv_pool,
+        server=server.config(),
+        affinity_tokens=options.affinity_tokens,
     )
 
 

@@ -367,7 +367,7 @@ def _open_loop(
         sleeper=IdleSleeper([commands, peers.inbox], [heartbeat.stop.descriptor]),
         heartbeat=heartbeat,
         load_publisher=load_publisher,
-        peers=peers,
+        is_peer_waiting=peers.is_peer_waiting,
     )
 
 
