@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from kit.asgi import ask
 from kit.recording_leader import RecordingLeader
 
 from scheduler_components.values import (
@@ -81,13 +82,7 @@ def endpoint(frontend: Frontend) -> GenerateEndpoint:
 
 def post(frontend: Frontend, body: bytes | dict[str, Any], **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=endpoint(frontend))
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return await client.post("/generate", content=content, headers=headers)
-
-    return asyncio.run(asyncio.wait_for(send(), timeout=10))
+    return ask(endpoint(frontend), "/generate", content=content, headers=headers)
 
 
 def test_a_response_has_all_tokens_and_the_counts() -> None:
@@ -192,7 +187,7 @@ def test_a_request_that_the_scheduler_refuses_is_400_with_its_reason(stream: boo
     assert "too long for the pool" in response.json()["error"]["message"]
 
 
-def ask(frontend: Frontend, *messages: dict[str, Any]) -> list[Any]:
+def exchange(frontend: Frontend, *messages: dict[str, Any]) -> list[Any]:
     """Call the endpoint as a server does, with what a client does; what would be sent to it."""
     arriving = iter(messages)
     sent: list[Any] = []
@@ -268,7 +263,7 @@ def test_a_disconnect_aborts_the_request(stream: bool) -> None:
     frontend, leader = make_front()
     leader.answer = leader.say_nothing
     body = json.dumps({"input_ids": [1], "rid": "gone", "stream": stream}).encode()
-    sent = ask(frontend, {"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"})
+    sent = exchange(frontend, {"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"})
     assert leader.commands[-1] == AbortRequest("gone")
     assert sent == []
 
@@ -276,7 +271,7 @@ def test_a_disconnect_aborts_the_request(stream: bool) -> None:
 def test_a_disconnect_within_the_body_dispatches_nothing() -> None:
     frontend, leader = make_front()
     half = {"type": "http.request", "body": b'{"input', "more_body": True}
-    assert ask(frontend, half, {"type": "http.disconnect"}) == []
+    assert exchange(frontend, half, {"type": "http.disconnect"}) == []
     assert leader.commands == []
 
 
