@@ -41,8 +41,6 @@ from scheduler_engine.frontend.errors import EngineFailedError
 from scheduler_engine.frontend.http_server import bind_http, open_http_server
 from scheduler_engine.frontend.text_frontend import open_text_codec
 
-__all__ = ["ChatOptions", "chat", "format_answer_stats", "find_default_model", "run_chat"]
-
 _KV_TOKENS = 8192  # the small model's context: one conversation may fill it
 _HOST_TOKENS = 8192
 _AFFINITY_TOKENS = 1_000_000  # keeps the conversation on the replica that caches its prefix

@@ -38,17 +38,6 @@ from scheduler_engine.cli.simulate_commands import make_simulate_app
 from scheduler_engine.cli.terminal import make_console
 from scheduler_engine.engine.log_output import LogConfig, configure_logging
 
-__all__ = [
-    "COMMANDS",
-    "GROUPS",
-    "conformance",
-    "doctor",
-    "keygen",
-    "make_app",
-    "run_command",
-    "watch",
-]
-
 _UNREACHABLE, _INTERRUPTED, _TERMINATED = 3, 130, 143
 
 Target = Annotated[str, Parameter(help="A worker's URL (http://host:port) or one endpoint (tcp://host:port).")]

@@ -49,17 +49,6 @@ from scheduler_engine.engine.config import (
 from scheduler_engine.engine.free_ports import default_kv_events
 from scheduler_engine.engine.log_output import LogConfig
 
-__all__ = [
-    "DemoOptions",
-    "EngineOptions",
-    "HiCacheOptions",
-    "Logs",
-    "ModelOptions",
-    "demo",
-    "engine_config",
-    "serve",
-]
-
 T = TypeVar("T")
 
 _HOST_TO_DEVICE = 4  # default size of the host tier, relative to the device

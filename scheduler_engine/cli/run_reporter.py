@@ -27,22 +27,6 @@ from scheduler_engine.cli.run_report import RunReport
 from scheduler_engine.cli.terminal import make_console
 from scheduler_engine.cli.workload_driver import ScheduleLag, WorkloadCounters, percentile
 
-__all__ = [
-    "JsonReporter",
-    "NullStreamStatsSource",
-    "CounterRates",
-    "RankRow",
-    "RunView",
-    "ConsoleReporter",
-    "RunReporter",
-    "make_rank_rows",
-    "format_rank_line",
-    "format_progress",
-    "render_rank_table",
-    "print_lines",
-    "format_tier_stats",
-]
-
 
 def format_tier_stats(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
     """Yield name and facts of each summary line over all replicas; nothing without replicas."""

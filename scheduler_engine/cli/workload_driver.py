@@ -27,16 +27,6 @@ from scheduler_engine.frontend.errors import (
 )
 from scheduler_engine.frontend.frontend import Frontend, GenerateReqInput
 
-__all__ = [
-    "ChatDriver",
-    "ScheduleLag",
-    "OutcomeCount",
-    "ChatTranscript",
-    "WorkloadCounters",
-    "TraceDriver",
-    "percentile",
-]
-
 _KEPT_REASONS = 8  # reasons contain numbers, so a trace of long prompts would produce thousands
 
 

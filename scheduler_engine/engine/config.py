@@ -32,26 +32,6 @@ from scheduler_components.waiting.sessions import SessionLimits
 from scheduler_engine.device.model_spec import ModelSpec, TokenSpec
 from scheduler_engine.engine.log_output import LogConfig
 
-__all__ = [
-    "AdapterSpec",
-    "DEFAULT_HOST",
-    "MOONCAKE_MASTER",
-    "MOONCAKE_METADATA",
-    "DecisionLogMode",
-    "DpAttentionConfig",
-    "EngineConfig",
-    "HiCacheConfig",
-    "IntegrityConfig",
-    "RankConfig",
-    "EnginePaths",
-    "GrammarConfig",
-    "LoraConfig",
-    "SchedulerConfig",
-    "StorageChecksum",
-    "StorageKind",
-    "TelemetryConfig",
-]
-
 DEFAULT_HOST = "127.0.0.1"
 """The event stream carries token ids in clear text, so by default sockets listen on loopback only."""
 

@@ -47,12 +47,6 @@ from scheduler_engine.frontend.text_frontend import TextFrontend, open_text_code
 from scheduler_engine.frontend.weights_root import default_weights_root
 from scheduler_engine.text.text_tokenizer import TextTokenizer
 
-__all__ = [
-    "EngineStatus",
-    "text_routes",
-    "make_app",
-]
-
 
 def _dialable(text: str | None) -> Endpoint | None:
     """Parse the address of a bound socket. Return None for one without a port, such as ipc."""

@@ -16,8 +16,6 @@ import attrs
 
 from scheduler_components._internal.validators import choice_validator
 
-__all__ = ["LogConfig", "LogFormat", "LogLevel", "configure_logging", "format_rank_line"]
-
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogFormat: TypeAlias = Literal["text", "json"]
 

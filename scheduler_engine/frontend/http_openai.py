@@ -48,12 +48,6 @@ from scheduler_engine.frontend.text_frontend import (
 )
 from scheduler_engine.text.text_tokenizer import TextTokenizer
 
-__all__ = [
-    "RANK_HEADER",
-    "OpenAiEndpoint",
-    "with_headers",
-]
-
 _MAX_SHOWN = 128
 
 RANK_HEADER = "x-data-parallel-rank"

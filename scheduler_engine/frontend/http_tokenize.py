@@ -21,8 +21,6 @@ from scheduler_engine.frontend.http_body import (
 from scheduler_engine.frontend.openai_format import Messages, chat_messages, check_supported
 from scheduler_engine.frontend.text_frontend import TextFrontend
 
-__all__ = ["TokenizeBody", "tokenize_route"]
-
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
     "add_generation_prompt": (True,),

@@ -65,13 +65,6 @@ from scheduler_engine.engine.scheduler.request import Request
 from scheduler_engine.engine.scheduler.request_limits import fitting_limits
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
-__all__ = [
-    "Follower",
-    "Leader",
-    "RankWorker",
-    "CommandDecoder",
-]
-
 _FLUSH_DEADLINE_S = 1.0  # the publisher's thread uses the sockets for some milliseconds
 _BACKLOG_S = 0.02  # wait before sending outputs again that the frontend's queue had no room for
 _MAX_DUMP_DELAY_STEPS = 10_000

@@ -20,8 +20,6 @@ from scheduler_components.waiting.sessions import SessionTable
 from scheduler_engine.device.device import Device, DeviceOutput, DeviceRequest
 from scheduler_engine.engine.messages import CloseSession, OpenSession, RpcMethod
 
-__all__ = ["ProfiledDevice", "RpcHandler"]
-
 T = TypeVar("T")
 
 

@@ -14,6 +14,7 @@ from scheduler_components.hicache import TorchDeviceMemory
 from scheduler_components.quiesce import NullMemoryOccupation
 from scheduler_components.torch_weight_updater import TorchWeightStore
 from scheduler_components.waiting.thread_adapter_loader import AdapterStore, NullAdapterStore
+from scheduler_engine.device.device import RankCompute
 from scheduler_engine.device.model_spec import ModelSpec
 from scheduler_engine.device.torch_adapters import TorchAdapters
 from scheduler_engine.device.torch_device import TorchDevice
@@ -26,9 +27,6 @@ from scheduler_engine.device.torch_model_parallel import (
 )
 from scheduler_engine.device.torch_tensor_parallel import shard_model
 from scheduler_engine.engine.config import EnginePaths, SchedulerConfig
-from scheduler_engine.engine.rank.compute import RankCompute
-
-__all__ = ["open_torch_rank", "rank_torch_device"]
 
 
 def rank_torch_device(first: str, parallel: ParallelState) -> str:

@@ -21,12 +21,6 @@ from scheduler_components.agreement.sync import describe_calls
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
 from scheduler_components.receiving.zmq_input_relay import StopRequestedError, WaitForSocket
 
-__all__ = [
-    "ZmqSyncHub",
-    "open_zmq_groups",
-    "open_zmq_sync_hub",
-]
-
 _Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 _Ranks: TypeAlias = tuple[int, ...]
 
