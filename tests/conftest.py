@@ -11,8 +11,10 @@ marked ``soak_only`` with new ones. To repeat a failure: ``pytest TEST --hypothe
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
+import inspect
 import json
 import os
 import secrets
@@ -79,6 +81,16 @@ LONGEST_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop, for two minutes at most."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asyncio.run(asyncio.wait_for(test(**arguments), timeout=120))
+    return True
 
 
 def pytest_collection_finish() -> None:

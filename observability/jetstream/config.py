@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -57,6 +57,9 @@ class JetStreamConfig(JsonSettings):
     max_age_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3_600.0
     credentials_file: str | None = None
 
+    def __init__(self, /, **settings: Any) -> None:  # for type checkers: values are checked here
+        super().__init__(**settings)
+
     @classmethod
     def from_cli(cls, text: str) -> Self:
         """Parse a URL, several URLs separated by commas, or a JSON object of settings.
@@ -64,7 +67,7 @@ class JetStreamConfig(JsonSettings):
         Raises:
             ConfigError: the text is none of them, or has an unknown setting or a bad value.
         """
-        return super().from_cli(text) if text.lstrip().startswith("{") else cls.model_validate({"servers": text})
+        return super().from_cli(text) if text.lstrip().startswith("{") else cls(servers=text)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

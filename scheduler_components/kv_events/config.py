@@ -255,6 +255,9 @@ class KVEventsConfig(JsonSettings):
     client_keys_dir: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
+    def __init__(self, /, **settings: Any) -> None:  # for type checkers: values are checked here
+        super().__init__(**settings)
+
     def sglang_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments that SGLang's factory passes to a publisher in addition to the rank."""
         return {

@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError, PublisherNameTakenError
@@ -26,10 +26,8 @@ ENTRY_POINT_GROUP = "scheduler_components.event_publishers"
 """Entry-point group in which packages offer publishers: ``mine = "my_package.publisher:MyPublisher"``."""
 
 
-class PublisherConstructor(Protocol):
-    """A publisher's class, or a function that returns a publisher. It offsets its endpoints by the rank itself."""
-
-    def __call__(self, *, attn_dp_rank: int, **settings: Any) -> EventPublisher: ...
+PublisherConstructor: TypeAlias = Callable[..., EventPublisher]
+"""A publisher's class, or a function that returns a publisher. It offsets its endpoints by the rank itself."""
 
 
 OpenPublisher: TypeAlias = Callable[[KVEventsConfig, int], EventPublisher]

@@ -9,8 +9,6 @@ from cyclopts import Parameter
 
 from scheduler_components import ConfigError
 
-__all__ = ["ApiKey", "ApiKeyFile", "read_api_key"]
-
 ApiKey = Annotated[
     str | None,
     Parameter(

@@ -16,8 +16,6 @@ from scheduler_engine.cli.server_sent_events import event_data
 from scheduler_engine.frontend.http_openai import RANK_HEADER
 from scheduler_engine.text.text_tokenizer import ChatMessage
 
-__all__ = ["AnswerStats", "ChatSession", "ChatRequestError"]
-
 
 class ChatRequestError(ComponentError):
     """The engine returned no answer. The text gives the reason."""

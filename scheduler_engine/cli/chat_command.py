@@ -41,8 +41,6 @@ from scheduler_engine.frontend.errors import EngineFailedError
 from scheduler_engine.frontend.http_server import bind_http, open_http_server
 from scheduler_engine.frontend.text_frontend import open_text_codec
 
-__all__ = ["ChatOptions", "chat", "format_answer_stats", "find_default_model", "run_chat"]
-
 _KV_TOKENS = 8192  # the small model's context: one conversation may fill it
 _HOST_TOKENS = 8192
 _AFFINITY_TOKENS = 1_000_000  # keeps the conversation on the replica that caches its prefix
@@ -52,17 +50,16 @@ _NUM_STAGES = 3
 _TEXT_LOGS = LogConfig()
 
 
+@Parameter(name="*")
 @attrs.frozen(kw_only=True)
 class ChatOptions:
-    """The settings of a conversation.
+    """The settings of a conversation, one field per option."""
 
-    Attributes:
-        max_tokens: longest answer, in tokens.
-        temperature: 0 is greedy.
-    """
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Longest answer, in tokens.")] = 512
+    temperature: Annotated[float, Parameter(validator=Number(gte=0), help="0 is greedy.")] = 0.0
 
-    max_tokens: int = 512
-    temperature: float = 0.0
+
+_GREEDY = ChatOptions()
 
 
 def chat(
@@ -73,8 +70,7 @@ def chat(
     dp_size: Annotated[
         int | None, Parameter(validator=Number(gte=1), help="Replicas. Default: 2, or 1 where memory is short.")
     ] = None,
-    max_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Longest answer, in tokens.")] = 512,
-    temperature: Annotated[float, Parameter(validator=Number(gte=0), help="0 is greedy.")] = 0.0,
+    options: ChatOptions = _GREEDY,
     logs: Logs = _TEXT_LOGS,
 ) -> int:
     """Talk with a real model. Answers stream, followed by their speed and the cached part of their prompt.
@@ -83,7 +79,6 @@ def chat(
     arrow keys recall earlier ones. Ctrl-C ends the answer, or the chat between answers; the end of input ends the chat.
     """
     path = find_default_model() if model is None else model
-    options = ChatOptions(max_tokens=max_tokens, temperature=temperature)
     try:
         asyncio.run(_run(path, dp_size, options, logs, make_console()))
     except ChatInterruptedError:

@@ -14,8 +14,6 @@ from typing import TextIO
 from scheduler_components import StartError
 from scheduler_components._internal.extras import naming_extras
 
-__all__ = ["ChatInterruptedError", "edited_lines", "is_edited", "read_lines"]
-
 
 class ChatInterruptedError(Exception):
     """Ctrl-C on an empty line. A KeyboardInterrupt of a task would end the event loop instead of the task."""

@@ -9,8 +9,6 @@ from cyclopts import Parameter
 from scheduler_components import ConfigError
 from scheduler_components.kv_events import CurveClientKeys
 
-__all__ = ["PublisherKey", "SecretKey", "read_client_keys"]
-
 SecretKey = Annotated[str | None, Parameter(help="This client's secret key, for a stream that requires keys.")]
 PublisherKey = Annotated[str | None, Parameter(help="The stream's public key, used with --secret-key-file.")]
 

@@ -14,7 +14,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
-import attrs
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
@@ -37,19 +36,7 @@ from scheduler_engine.cli.route_command import route
 from scheduler_engine.cli.run_reporter import print_lines
 from scheduler_engine.cli.simulate_commands import make_simulate_app
 from scheduler_engine.cli.terminal import make_console
-from scheduler_engine.engine.log_output import LogConfig, LogFormat, LogLevel, configure_logging
-
-__all__ = [
-    "COMMANDS",
-    "GROUPS",
-    "LogOptions",
-    "conformance",
-    "doctor",
-    "keygen",
-    "make_app",
-    "run_command",
-    "watch",
-]
+from scheduler_engine.engine.log_output import LogConfig, configure_logging
 
 _UNREACHABLE, _INTERRUPTED, _TERMINATED = 3, 130, 143
 
@@ -188,20 +175,8 @@ def keygen(
     return 0
 
 
-@Parameter(name="*", group=Group("Logging", sort_key=9))
-@attrs.frozen(kw_only=True)
-class LogOptions:
-    """The options of every command: what it logs to standard error."""
-
-    log_level: Annotated[LogLevel, Parameter(help="Least severe level that is logged.")] = "warning"
-    log_format: Annotated[LogFormat, Parameter(help="Form of the log on standard error.")] = "text"
-
-    def config(self) -> LogConfig:
-        """Return the configuration of the log."""
-        return LogConfig(level=self.log_level, format=self.log_format)
-
-
-_LOGS = LogOptions()
+Logging = Annotated[LogConfig, Parameter(name="*", group=Group("Logging", sort_key=9))]  # every command has it
+_LOGS = LogConfig()
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
@@ -286,12 +261,12 @@ def make_app() -> App:
 
     @app.meta.default
     def launch(
-        *arguments: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)], logs: LogOptions = _LOGS
+        *arguments: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)], logs: Logging = _LOGS
     ) -> int:
         """Configure the log of this process, then run the command."""
-        configure_logging(logs.config())
+        configure_logging(logs)
         command, bound, not_parsed = app.parse_args(arguments)
-        given = {"logs": logs.config()} if "logs" in not_parsed else {}  # for commands that start further processes
+        given = {"logs": logs} if "logs" in not_parsed else {}  # for commands that start further processes
         status: int | None = command(*bound.args, **bound.kwargs, **given)
         return status or 0
 

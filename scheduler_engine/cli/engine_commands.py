@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
 
 import attrs
 from cyclopts import Group, Parameter
@@ -47,17 +49,7 @@ from scheduler_engine.engine.config import (
 from scheduler_engine.engine.free_ports import default_kv_events
 from scheduler_engine.engine.log_output import LogConfig
 
-__all__ = [
-    "DemoOptions",
-    "EngineOptions",
-    "EngineSizes",
-    "HiCacheOptions",
-    "Logs",
-    "ModelOptions",
-    "demo",
-    "engine_config",
-    "serve",
-]
+T = TypeVar("T")
 
 _HOST_TO_DEVICE = 4  # default size of the host tier, relative to the device
 _DEFAULT_WORKLOAD = WorkloadConfig()
@@ -73,20 +65,10 @@ GrammarBackendName: TypeAlias = Literal["llguidance", "none"]
 RunningRequests = Annotated[int, Parameter(help="Request slots of each replica.")]
 
 
-@attrs.frozen(kw_only=True)
-class EngineSizes:
-    """Default sizes, which depend on command and device. Each field is the default of the option of its name."""
-
-    dp_size: int
-    attn_cp_size: int
-    attn_tp_size: int
-    kv_tokens: int
-    chunk_tokens: int
-
-
 # One process uses all cores. On a CPU a small model computes a chunk of 512 tokens in seconds, while all other requests
 # wait. 16,384 tokens of KV are 0.75 GB for a model of 135 million parameters in float32.
-_MODEL_SIZES = EngineSizes(dp_size=1, attn_cp_size=1, attn_tp_size=1, kv_tokens=16_384, chunk_tokens=512)
+_MODEL_SIZES = {"dp_size": 1, "attn_cp_size": 1, "attn_tp_size": 1, "kv_tokens": 16_384, "chunk_tokens": 512}
+_SIMULATED_SIZES = {"dp_size": 2, "attn_cp_size": 2, "attn_tp_size": 2, "kv_tokens": 262_144, "chunk_tokens": 2048}
 
 
 @Parameter(name="*", group=Group("Engine", sort_key=2))
@@ -94,10 +76,8 @@ _MODEL_SIZES = EngineSizes(dp_size=1, attn_cp_size=1, attn_tp_size=1, kv_tokens=
 class EngineOptions:
     """The options of ``serve``, one field per option. ``sizes`` resolves the options that are None."""
 
-    simulated_sizes: ClassVar[EngineSizes] = EngineSizes(
-        dp_size=2, attn_cp_size=2, attn_tp_size=2, kv_tokens=262_144, chunk_tokens=2048
-    )
-    model_sizes: ClassVar[EngineSizes] = _MODEL_SIZES
+    simulated_sizes: ClassVar[Mapping[str, int]] = _SIMULATED_SIZES
+    model_sizes: ClassVar[Mapping[str, int]] = _MODEL_SIZES
 
     host: Annotated[str, Parameter(help="Address of the HTTP server.")] = DEFAULT_HOST
     port: Port = 30_000
@@ -205,11 +185,10 @@ class EngineOptions:
     speed: Annotated[float, Parameter(help="Divides the time of workload, trace and device.")] = 1.0
     seed: Annotated[int, Parameter(help="Seed of the generated workload and of the output tokens.")] = 0
 
-    def sizes(self, *, of_a_model: bool) -> EngineSizes:
+    def sizes(self, *, of_a_model: bool) -> dict[str, int]:
         """Return the given sizes, and for the others this command's defaults for a model or a simulated device."""
-        default = self.model_sizes if of_a_model else self.simulated_sizes
-        given = {each.name: getattr(self, each.name) for each in attrs.fields(EngineSizes)}
-        return attrs.evolve(default, **{name: size for name, size in given.items() if size is not None})
+        defaults = self.model_sizes if of_a_model else self.simulated_sizes
+        return {name: size if (given := getattr(self, name)) is None else given for name, size in defaults.items()}
 
 
 @Parameter(name="*", group=Group("Engine", sort_key=2))
@@ -217,10 +196,8 @@ class EngineOptions:
 class DemoOptions(EngineOptions):
     """The options of ``demo``. By default the pool is so small that the generated chats evict each other's pages."""
 
-    simulated_sizes: ClassVar[EngineSizes] = attrs.evolve(
-        EngineOptions.simulated_sizes, kv_tokens=6144, chunk_tokens=512
-    )
-    model_sizes: ClassVar[EngineSizes] = attrs.evolve(_MODEL_SIZES, kv_tokens=2048)
+    simulated_sizes: ClassVar[Mapping[str, int]] = _SIMULATED_SIZES | {"kv_tokens": 6144, "chunk_tokens": 512}
+    model_sizes: ClassVar[Mapping[str, int]] = _MODEL_SIZES | {"kv_tokens": 2048}
 
     port: Port = 0
     max_running_requests: RunningRequests = 32
@@ -320,6 +297,12 @@ def _cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "scheduler-components"
 
 
+def _with_same_names(kind: Callable[..., T], given: Mapping[str, object], **others: object) -> T:
+    """Make a configuration of the options that have the names of its fields, and of ``others``."""
+    names = signature(kind).parameters.keys() - others.keys()
+    return kind(**{name: given[name] for name in names & given.keys()}, **others)
+
+
 _POLICY = HiCachePolicy()
 
 
@@ -375,22 +358,19 @@ class HiCacheOptions:
         """
         if not self.hicache:
             return None
+        given = {name.removeprefix("hicache_"): value for name, value in attrs.asdict(self).items()}
         path = self.hicache_storage_path
-        config = HiCacheConfig(
+        config = _with_same_names(
+            HiCacheConfig,
+            given,
             host_tokens=_HOST_TO_DEVICE * kv_tokens if self.hicache_host_tokens is None else self.hicache_host_tokens,
-            host_layout=self.hicache_host_layout,
-            storage=self.hicache_storage,
             storage_path=str(path.absolute()) if path is not None else "",
-            storage_checksum=self.hicache_storage_checksum,
-            mooncake_master=self.hicache_mooncake_master,
-            mooncake_metadata=self.hicache_mooncake_metadata,
-            policy=HiCachePolicy(
-                write=self.hicache_write,
+            policy=_with_same_names(
+                HiCachePolicy,
+                given,
                 write_threshold_hits=self.hicache_write_hits,
-                prefetch=self.hicache_prefetch,
                 prefetch_threshold_pages=self.hicache_prefetch_pages,
                 prefetch_retry_steps=self.hicache_retry_steps,
-                load=self.hicache_load,
                 load_threshold_pages=self.hicache_load_pages,
             ),
         )
@@ -412,40 +392,32 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
         ConfigError: an option has an invalid value; the error names it.
     """
     spec = model.spec()
-    sizes = options.sizes(of_a_model=spec is not None)
-    engine = EngineConfig(
+    is_model = spec is not None
+    given = attrs.asdict(options) | options.sizes(of_a_model=is_model)
+    kv_tokens, chunk_tokens = given["kv_tokens"], given["chunk_tokens"]
+    if options.otlp_traces_endpoint:
+        require_modules("opentelemetry", otherwise="leave --otlp-traces-endpoint out")
+    scheduler = _with_same_names(
+        SchedulerConfig,
+        given,
+        # One chunk per step of a model, because all other requests wait for it.
+        max_prefill_tokens=chunk_tokens if is_model else max(chunk_tokens, SchedulerConfig().max_prefill_tokens),
+        queue_timeout_s=options.queue_timeout,
+        timeout_s=options.request_timeout,
+        integrity=_with_same_names(IntegrityConfig, given),
+        tokens=TokenSpec() if spec is None else spec.tokens,
+        grammar=model.grammar(spec),
+        lora=model.lora(),
+    )
+    engine = _with_same_names(
+        EngineConfig,
+        given,
         model=spec,
         model_name=EngineConfig().model_name if spec is None else Path(spec.path).name.removesuffix(".gguf"),
-        dp_size=sizes.dp_size,
-        attn_cp_size=sizes.attn_cp_size,
-        attn_tp_size=sizes.attn_tp_size,
-        pp_size=options.pp_size,
-        moe_dp_size=options.moe_dp_size,
-        scheduler=SchedulerConfig(
-            page_size=options.page_size,
-            kv_tokens=sizes.kv_tokens,
-            max_running_requests=options.max_running_requests,
-            chunk_tokens=sizes.chunk_tokens,
-            max_prefill_tokens=_prefill_budget(sizes, of_a_model=spec is not None),
-            schedule_policy=options.schedule_policy,
-            preemption_policy=options.preemption_policy,
-            batch_mode=options.batch_mode,
-            queue_timeout_s=options.queue_timeout,
-            timeout_s=options.request_timeout,
-            integrity=IntegrityConfig(
-                decision_log=options.decision_log, decision_dump_directory=options.decision_dump_directory
-            ),
-            recv_interval=options.recv_interval,
-            tokens=TokenSpec() if spec is None else spec.tokens,
-            grammar=model.grammar(spec),
-            lora=model.lora(),
-        ),
-        speed=options.speed,
-        seed=options.seed,
-        hicache=hicache.config(sizes.kv_tokens),
-        profile_directory=options.profile_directory,
+        scheduler=scheduler,
+        hicache=hicache.config(kv_tokens),
         dp_attention=_dp_attention(options),
-        telemetry=_telemetry(options),
+        telemetry=_with_same_names(TelemetryConfig, given),
         kv_events=options.kv_events_config,
     )
     _check_memory(engine)
@@ -453,11 +425,6 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
         return attrs.evolve(engine, kv_events=default_kv_events(engine))
     EventPublisherFactory.find(engine.kv_events.publisher)  # before any process starts
     return engine
-
-
-def _prefill_budget(sizes: EngineSizes, *, of_a_model: bool) -> int:
-    """Return the prefill budget: one chunk per step for a model, because all other requests wait for it."""
-    return sizes.chunk_tokens if of_a_model else max(sizes.chunk_tokens, SchedulerConfig().max_prefill_tokens)
 
 
 def _check_memory(engine: EngineConfig) -> None:
@@ -483,16 +450,6 @@ def _dp_attention(options: EngineOptions) -> DpAttentionConfig | None:
     return None
 
 
-def _telemetry(options: EngineOptions) -> TelemetryConfig:
-    if options.otlp_traces_endpoint:
-        require_modules("opentelemetry", otherwise="leave --otlp-traces-endpoint out")
-    return TelemetryConfig(
-        forward_pass_endpoint=options.forward_pass_endpoint,
-        forward_pass_worker_id=options.forward_pass_worker_id,
-        otlp_traces_endpoint=options.otlp_traces_endpoint,
-    )
-
-
 def serve(
     options: EngineOptions = _SERVE,
     hicache: HiCacheOptions = _NO_TIERS,
@@ -513,21 +470,9 @@ def serve(
     logs: Logs = _TEXT_LOGS,
 ) -> int:
     """Run the engine and serve HTTP until Ctrl-C, or replay a trace against it."""
-    return _run(
-        SessionConfig(
-            engine=attrs.evolve(engine_config(options, hicache, model), logs=logs),
-            host=options.host,
-            port=options.port,
-            kv_pool=options.kv_pool,
-            server=server.config(),
-            affinity_tokens=options.affinity_tokens,
-            trace=trace,
-            limit=limit,
-            keep_serving=keep_serving,
-            duration_s=duration,
-        ),
-        as_json=as_json,
-    )
+    session = _session(options, hicache, model, server, logs)
+    served = attrs.evolve(session, trace=trace, limit=limit, keep_serving=keep_serving, duration_s=duration)
+    return _run(served, as_json=as_json)
 
 
 def demo(
@@ -547,19 +492,23 @@ def demo(
 
     With --model the command also compares every answer, token by token, with transformers' generate.
     """
-    engine = attrs.evolve(engine_config(options, hicache, model), logs=logs)
-    workload = WorkloadConfig(seed=options.seed, chats_per_s=chats_per_s, **_workload_of(engine.model))
-    return _run(
-        SessionConfig(
-            engine=engine,
-            host=options.host,
-            port=options.port,
-            kv_pool=options.kv_pool,
-            server=server.config(),
-            affinity_tokens=options.affinity_tokens,
-            workload=workload if requests is None else attrs.evolve(workload, num_requests=requests),
-        ),
-        as_json=as_json,
+    session = _session(options, hicache, model, server, logs)
+    workload = WorkloadConfig(seed=options.seed, chats_per_s=chats_per_s, **_workload_of(session.engine.model))
+    if requests is not None:
+        workload = attrs.evolve(workload, num_requests=requests)
+    return _run(attrs.evolve(session, workload=workload), as_json=as_json)
+
+
+def _session(
+    options: EngineOptions, hicache: HiCacheOptions, model: ModelOptions, server: ServerOptions, logs: LogConfig
+) -> SessionConfig:
+    return SessionConfig(
+        engine=attrs.evolve(engine_config(options, hicache, model), logs=logs),
+        host=options.host,
+        port=options.port,
+        kv_pool=options.kv_pool,
+        server=server.config(),
+        affinity_tokens=options.affinity_tokens,
     )
 
 

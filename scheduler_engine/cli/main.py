@@ -16,10 +16,6 @@ from pathlib import Path
 
 import scheduler_components
 
-__all__ = [
-    "main",
-]
-
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report a program that does not handle the signal
 _GO_ON = "run from another directory (with python -m: add -P), take its directory off PYTHONPATH, or rename it"
 

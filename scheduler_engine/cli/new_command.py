@@ -12,8 +12,6 @@ from cyclopts import Parameter
 from scheduler_components import ConfigError
 from scheduler_engine.cli.run_reporter import print_lines
 
-__all__ = ["new", "project_files"]
-
 _TEMPLATES = "new_project"
 _SUFFIX = ".template"
 _PLACEHOLDER = "NAME"

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TextIO
 
-__all__ = ["ProgressLine"]
-
 _EVERY_S = 10.0
 _TERMINAL_S = 0.2
 

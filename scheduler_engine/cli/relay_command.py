@@ -42,8 +42,6 @@ from scheduler_engine.frontend.http_server import bind_http, open_http_server
 if TYPE_CHECKING:  # only --jetstream needs the extra `jetstream`
     from observability.jetstream import JetStreamWriter
 
-__all__ = ["ScheduledGarbageCollector", "jetstream_writer", "relay"]
-
 _log = logging.getLogger("scheduler_components.relay")
 
 _POLL_S = 0.1

@@ -37,8 +37,6 @@ from scheduler_engine.proxy.http_fleet import open_fleet
 from scheduler_engine.proxy.http_proxy import ProxyEndpoint
 from scheduler_engine.proxy.prometheus_proxy import ProxyCollector
 
-__all__ = ["route"]
-
 _log = logging.getLogger("scheduler_components.proxy")
 
 

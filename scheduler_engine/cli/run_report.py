@@ -17,18 +17,6 @@ from scheduler_components.kv_events import StreamAddress
 from scheduler_engine.cli.workload_driver import WorkloadCounters
 from scheduler_engine.engine.messages import CacheDump, unpack_hashes
 
-__all__ = [
-    "Check",
-    "RunFacts",
-    "PortProbe",
-    "RunReport",
-    "ObservedStream",
-    "TextComparison",
-    "verify",
-    "probe_ports",
-    "is_zmq_listening",
-]
-
 _TIERS = ("device", "host", "storage")
 
 

@@ -27,22 +27,6 @@ from scheduler_engine.cli.run_report import RunReport
 from scheduler_engine.cli.terminal import make_console
 from scheduler_engine.cli.workload_driver import ScheduleLag, WorkloadCounters, percentile
 
-__all__ = [
-    "JsonReporter",
-    "NullStreamStatsSource",
-    "CounterRates",
-    "RankRow",
-    "RunView",
-    "ConsoleReporter",
-    "RunReporter",
-    "make_rank_rows",
-    "format_rank_line",
-    "format_progress",
-    "render_rank_table",
-    "print_lines",
-    "format_tier_stats",
-]
-
 
 def format_tier_stats(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
     """Yield name and facts of each summary line over all replicas; nothing without replicas."""
@@ -393,9 +377,9 @@ class JsonReporter:
         self._write(
             "summary",
             **_progress_facts(view),
-            prompt_tokens=counters.tokens.prompt,
-            cached_tokens=counters.tokens.cached,
-            output_tokens=counters.tokens.output,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            output_tokens=counters.output_tokens,
             first_token_s={
                 "p50": percentile(counters.first_token_s, 0.5),
                 "p95": percentile(counters.first_token_s, 0.95),
@@ -429,7 +413,7 @@ def _progress_facts(view: RunView) -> dict[str, Any]:
 
 
 def _summary(view: RunView) -> Iterator[tuple[str, str]]:
-    counters, tokens, elapsed_s = view.counters, view.counters.tokens, max(view.elapsed_s, 1e-9)
+    counters, elapsed_s = view.counters, max(view.elapsed_s, 1e-9)
     refused, failed = counters.refused, counters.failed
     totals = [report.counters for report in view.board.read().values()]
     retractions = sum(total.num_retractions_total for total in totals)
@@ -439,8 +423,8 @@ def _summary(view: RunView) -> Iterator[tuple[str, str]]:
         "requests",
         f"{counters.finished:,} finished, {refused.count:,} refused, {failed.count:,} failed in {elapsed_s:.1f} s",
     )
-    yield "prompt tokens", f"{tokens.prompt:,}, {tokens.hit_rate:.0%} of them from the prefix cache"
-    yield "generated tokens", f"{tokens.output:,}, {tokens.output / elapsed_s:,.0f} per second"
+    yield "prompt tokens", f"{counters.prompt_tokens:,}, {counters.hit_rate:.0%} of them from the prefix cache"
+    yield "generated tokens", f"{counters.output_tokens:,}, {counters.output_tokens / elapsed_s:,.0f} per second"
     yield "first token", f"{median_ms:.0f} ms at the median, {p95_ms:.0f} ms at the 95th percentile"
     yield "KV pools", f"{evicted_tokens:,} tokens evicted, {retractions:,} requests retracted"
     for name, outcomes in (("first refusal", refused), ("first failure", failed)):

@@ -14,8 +14,6 @@ from scheduler_engine.cli.api_keys import ApiKey, ApiKeyFile, read_api_key
 from scheduler_engine.cli.session import DRAIN_TIMEOUT_S, ServerConfig
 from scheduler_engine.frontend.access import AccessPolicy
 
-__all__ = ["AccessOptions", "ServerOptions"]
-
 
 @Parameter(name="*", group=Group("Access", sort_key=5))
 @attrs.frozen(kw_only=True)

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-__all__ = ["event_data"]
-
 
 async def event_data(response: httpx.Response) -> AsyncIterator[str]:
     """Yield the data of each event before ``[DONE]``.

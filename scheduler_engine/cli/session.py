@@ -44,14 +44,6 @@ from scheduler_engine.frontend.http_server import HttpServer, bind_http, open_ht
 from scheduler_engine.frontend.text_frontend import open_text_codec
 from scheduler_engine.text.text_tokenizer import TextTokenizer
 
-__all__ = [
-    "DRAIN_TIMEOUT_S",
-    "ServerConfig",
-    "SessionConfig",
-    "run_session",
-    "with_host",
-]
-
 DRAIN_TIMEOUT_S = 20.0
 """Less than the 30 s after which Kubernetes kills a pod."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["Termination", "cancel_on_sigterm"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Termination:

@@ -10,8 +10,6 @@ from scheduler_engine.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_engine.cli.hicache_sim_command import hicache_sim
 from scheduler_engine.cli.simulate_trace_command import simulate_conversations, simulate_trace
 
-__all__ = ["SIMULATE_COMMANDS", "make_simulate_app"]
-
 SIMULATE_COMMANDS: dict[str, Callable[..., int]] = {
     "trace": simulate_trace,
     "conversations": simulate_conversations,

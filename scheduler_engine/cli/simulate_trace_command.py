@@ -44,20 +44,6 @@ from scheduler_engine.simulation import (
 )
 from scheduler_engine.simulation.report_page import check_can_draw, render_page
 
-__all__ = [
-    "ROUTERS",
-    "Comparison",
-    "ReplicaOptions",
-    "ReportOptions",
-    "TierOptions",
-    "format_report",
-    "parse_outage",
-    "parse_scaling",
-    "parse_seconds",
-    "simulate_conversations",
-    "simulate_trace",
-]
-
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 RouterName = Literal["round-robin", "least-loaded", "kv"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rich.console import Console
 
-__all__ = ["make_console"]
-
 
 class _PipeConsole(Console):
     """A console that raises ``BrokenPipeError`` when its reader is gone. Rich would end the process by itself."""

@@ -12,8 +12,6 @@ from scheduler_engine.cli.workload_driver import ChatTranscript
 from scheduler_engine.device.model_spec import ModelSpec
 from scheduler_engine.device.torch_model import load_model
 
-__all__ = ["verify_texts"]
-
 
 def verify_texts(spec: ModelSpec, chats: Sequence[ChatTranscript]) -> TextComparison:
     """Compare every answer of every chat with transformers' generate. This loads the model a second time.

@@ -27,17 +27,6 @@ from scheduler_engine.frontend.errors import (
 )
 from scheduler_engine.frontend.frontend import Frontend, GenerateReqInput
 
-__all__ = [
-    "ChatDriver",
-    "ScheduleLag",
-    "OutcomeCount",
-    "ChatTranscript",
-    "WorkloadCounters",
-    "TokenCounts",
-    "TraceDriver",
-    "percentile",
-]
-
 _KEPT_REASONS = 8  # reasons contain numbers, so a trace of long prompts would produce thousands
 
 
@@ -52,20 +41,6 @@ class OutcomeCount:
         self.count += 1
         if len(self.reasons) < _KEPT_REASONS:
             self.reasons.append(reason)
-
-
-@dataclass(slots=True, kw_only=True)
-class TokenCounts:
-    """Tokens of finished requests."""
-
-    prompt: int = 0
-    cached: int = 0
-    output: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Cached / prompt tokens, 0 to 1."""
-        return self.cached / self.prompt if self.prompt else 0.0
 
 
 @dataclass(slots=True)
@@ -96,7 +71,7 @@ class WorkloadCounters:
         sent, finished: requests.
         refused: requests that the scheduler can never serve.
         failed: requests with any other outcome that is not an answer.
-        tokens: tokens of finished requests.
+        prompt_tokens, cached_tokens, output_tokens: tokens of finished requests.
         first_token_s: seconds from sending to the first token, of streamed requests.
     """
 
@@ -105,19 +80,26 @@ class WorkloadCounters:
     finished: int = 0
     refused: OutcomeCount = field(default_factory=OutcomeCount)
     failed: OutcomeCount = field(default_factory=OutcomeCount)
-    tokens: TokenCounts = field(default_factory=TokenCounts)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
 
     @property
     def ended(self) -> int:
         return self.finished + self.refused.count + self.failed.count
 
+    @property
+    def hit_rate(self) -> float:
+        """Cached / prompt tokens of finished requests, 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
     def finish(self, *, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
         """Count one answered request."""
         self.finished += 1
-        self.tokens.prompt += prompt_tokens
-        self.tokens.cached += cached_tokens
-        self.tokens.output += output_tokens
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.output_tokens += output_tokens
 
 
 @dataclass(slots=True)

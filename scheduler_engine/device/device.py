@@ -8,17 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from scheduler_components._internal.validators import check_number
 from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
+from scheduler_components.quiesce import MemoryOccupation
 from scheduler_components.values import ScheduledBatch, ScheduledChunk
 from scheduler_components.waiting.held_request import RequestGrammar
+from scheduler_components.waiting.thread_adapter_loader import AdapterStore, NullAdapterStore
+from scheduler_components.weight_updater import WeightStore
 from scheduler_engine.device.adapters import SimulatedAdapters
 from scheduler_engine.device.sampling import SamplingParams, TokenLogprobs
 from scheduler_engine.simulation import CostModel, SimulatedModel
+
+if TYPE_CHECKING:
+    from scheduler_components.hicache import TorchDeviceMemory
+    from scheduler_engine.device.torch_model_parallel import ModelParallelGroup
 
 __all__ = [
     "NUM_SIMULATED_LAYERS",
@@ -27,6 +34,7 @@ __all__ = [
     "DeviceOutput",
     "DeviceRequest",
     "LayerwiseDevice",
+    "RankCompute",
     "ScheduledBatch",
     "ScheduledChunk",
     "SimulatedDevice",
@@ -177,3 +185,30 @@ class SimulatedDevice:
         if path is None:
             errors[place] = f"adapter {request.lora_id} is not loaded"
         return f"{source}/{path}"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RankCompute:
+    """The device of one rank, and the ports through which control requests change it.
+
+    Attributes:
+        device: computes batches.
+        weights: loads new weights.
+        memory: releases and resumes device memory.
+        pool: KV pages that the device computes into; None for a simulated device.
+        groups: the ranks that hold the other shards of the model, and those that compute other rows of a prefill; empty
+            for a simulated device.
+        adapters: the adapters of the device.
+    """
+
+    device: LayerwiseDevice
+    weights: WeightStore
+    memory: MemoryOccupation
+    pool: TorchDeviceMemory | None = None
+    groups: tuple[ModelParallelGroup, ...] = ()
+    adapters: AdapterStore = field(default_factory=NullAdapterStore)
+
+    def close(self) -> None:
+        """Leave the groups of ranks. Safe to call twice."""
+        for group in self.groups:
+            group.close()

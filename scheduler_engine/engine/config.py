@@ -17,6 +17,7 @@ from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.input_blocker import InputLimits
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.load.zmq_load import check_load_endpoint
 from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
 from scheduler_components.metrics.request_tracer import check_otlp_endpoint
 from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchLimits, BatchMode
@@ -30,26 +31,6 @@ from scheduler_components.waiting.lora_queue import LoraLimits, LoraQueue
 from scheduler_components.waiting.sessions import SessionLimits
 from scheduler_engine.device.model_spec import ModelSpec, TokenSpec
 from scheduler_engine.engine.log_output import LogConfig
-
-__all__ = [
-    "AdapterSpec",
-    "DEFAULT_HOST",
-    "MOONCAKE_MASTER",
-    "MOONCAKE_METADATA",
-    "DecisionLogMode",
-    "DpAttentionConfig",
-    "EngineConfig",
-    "HiCacheConfig",
-    "IntegrityConfig",
-    "RankConfig",
-    "EnginePaths",
-    "GrammarConfig",
-    "LoraConfig",
-    "SchedulerConfig",
-    "StorageChecksum",
-    "StorageKind",
-    "TelemetryConfig",
-]
 
 DEFAULT_HOST = "127.0.0.1"
 """The event stream carries token ids in clear text, so by default sockets listen on loopback only."""
@@ -440,8 +421,9 @@ class EngineConfig:
 
     def __attrs_post_init__(self) -> None:
         self.telemetry.check_ranks(self.dp_size)
-        if self.kv_events is not None:
-            self.kv_events.port_plan(self.dp_size)  # raises ConfigError before any process is started
+        load = None if self.kv_events is None else self.kv_events.port_plan(self.dp_size).load
+        if load is not None:
+            check_load_endpoint(load)
         if self.model is not None:
             self._check_model_ranks(self.model)
         if self.model is not None and self.scheduler.lora is not None and self.attn_tp_size > 1:

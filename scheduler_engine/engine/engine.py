@@ -47,12 +47,6 @@ from scheduler_engine.frontend.errors import EngineFailedError, RequestRefusedEr
 from scheduler_engine.frontend.frontend import REPLY_TIMEOUT_S, Frontend
 from scheduler_engine.frontend.heartbeat_monitor import HEARTBEAT_TIMEOUT_S, HeartbeatMonitor
 
-__all__ = [
-    "RpcError",
-    "Engine",
-    "open_engine",
-]
-
 _START_TIMEOUT_S = 60.0  # eight interpreters that start together on two busy cores
 _MODEL_LOAD_TIMEOUT_S = 900.0  # a large model from a slow disk
 _TRANSFER_TIMEOUT_S = 10.0  # for transfers that are in flight when a store is to be cleared

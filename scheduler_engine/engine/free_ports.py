@@ -12,11 +12,6 @@ from scheduler_components.kv_events import Endpoint, KVEventsConfig
 from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
 from scheduler_engine.engine.config import DEFAULT_HOST, EngineConfig
 
-__all__ = [
-    "default_kv_events",
-    "check_ports_free",
-]
-
 _SEARCHED_PORTS = (20_000, 32_000)  # below the ephemeral ports of outgoing connections
 _SEARCHES = 64
 

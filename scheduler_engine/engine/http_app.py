@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,20 @@ from scheduler_engine.frontend.http_body import (
     JSON,
     MAX_CONTROL_BYTES,
     TEXT,
+    BodyReader,
     BodyReceiver,
     body_route,
     respond_with_errors,
 )
 from scheduler_engine.frontend.http_control import control_routes
 from scheduler_engine.frontend.http_generate import GenerateBody, GenerateEndpoint
-from scheduler_engine.frontend.http_openai import ChatEndpoint, CompletionEndpoint
-from scheduler_engine.frontend.http_tokenize import TokenizeBody, TokenizeEndpoint
+from scheduler_engine.frontend.http_openai import OpenAiEndpoint
+from scheduler_engine.frontend.http_tokenize import tokenize_route
 from scheduler_engine.frontend.openai_format import ChatBody, CompletionBody
 from scheduler_engine.frontend.openapi import openapi_route
 from scheduler_engine.frontend.text_frontend import TextFrontend, open_text_codec
 from scheduler_engine.frontend.weights_root import default_weights_root
 from scheduler_engine.text.text_tokenizer import TextTokenizer
-
-__all__ = [
-    "EngineStatus",
-    "text_routes",
-    "make_app",
-]
 
 
 def _dialable(text: str | None) -> Endpoint | None:
@@ -175,14 +171,14 @@ def text_routes(text: TextFrontend, model: str, bodies: BodyReceiver | None = No
     """
     bodies = BodyReceiver() if bodies is None else bodies
     generate = GenerateEndpoint(text=text, bodies=bodies)
-    complete = CompletionEndpoint(text=text, model=model, bodies=bodies)
-    chat = ChatEndpoint(text=text, model=model, bodies=bodies)
-    tokenize = TokenizeEndpoint(text=text, bodies=bodies)
+    openai = partial(OpenAiEndpoint, text=text, model=model, bodies=bodies)
+    complete = openai(reader=BodyReader(CompletionBody, "/v1/completions"))
+    chat = openai(reader=BodyReader(ChatBody, "/v1/chat/completions"))
     return [
         ApiRoute("/generate", generate, methods=["POST"], body=GenerateBody, answers=_STREAMED),
         ApiRoute("/v1/completions", complete, methods=["POST"], body=CompletionBody, answers=_STREAMED),
         ApiRoute("/v1/chat/completions", chat, methods=["POST"], body=ChatBody, answers=_STREAMED),
-        ApiRoute("/tokenize", tokenize, methods=["POST"], body=TokenizeBody),
+        tokenize_route(text, bodies),
     ]
 
 

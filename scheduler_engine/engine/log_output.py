@@ -16,30 +16,32 @@ import attrs
 
 from scheduler_components._internal.validators import choice_validator
 
-__all__ = ["LogConfig", "LogFormat", "LogLevel", "configure_logging", "format_rank_line"]
-
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogFormat: TypeAlias = Literal["text", "json"]
 
 
 @attrs.frozen(kw_only=True)
 class LogConfig:
-    """What a process logs, and how.
+    """What a process logs, and how. The command line has an option per field.
 
     Attributes:
-        level: the least severe level that is logged.
-        format: ``text``, or ``json``: an object per line with ``timestamp`` (UTC), ``level``, ``logger``, ``message``,
-            for a rank ``rank``, and for an error with a traceback ``exception``.
+        log_level: the least severe level that is logged.
+        log_format: ``text``, or ``json``: an object per line with ``timestamp`` (UTC), ``level``, ``logger``,
+            ``message``, for a rank ``rank``, and for an error with a traceback ``exception``.
 
     Raises:
         ConfigError: a value is not known.
     """
 
-    level: LogLevel = attrs.field(
-        default="warning", validator=choice_validator("debug", "info", "warning", "error", problem="is not a level")
+    log_level: LogLevel = attrs.field(
+        default="warning",
+        validator=choice_validator("debug", "info", "warning", "error", problem="is not a level"),
+        metadata={"help": "Least severe level that is logged."},
     )
-    format: LogFormat = attrs.field(
-        default="text", validator=choice_validator("text", "json", problem="is not a format")
+    log_format: LogFormat = attrs.field(
+        default="text",
+        validator=choice_validator("text", "json", problem="is not a format"),
+        metadata={"help": "Form of the log on standard error."},
     )
 
 
@@ -86,13 +88,13 @@ def configure_logging(config: LogConfig, *, rank: int | None = None) -> None:
     """
     handler = _StderrHandler()
     text = logging.Formatter("%(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(text if config.format == "text" else _JsonFormatter(rank))
+    handler.setFormatter(text if config.log_format == "text" else _JsonFormatter(rank))
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _StderrHandler)]:
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(config.level.upper())
-    logging.captureWarnings(config.format == "json")
+    root.setLevel(config.log_level.upper())
+    logging.captureWarnings(config.log_format == "json")
 
 
 def format_rank_line(line: str, rank: int, log_format: LogFormat) -> str:

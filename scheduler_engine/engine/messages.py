@@ -34,48 +34,6 @@ from scheduler_components.values import (
 )
 from scheduler_engine.device.sampling import SamplingLimits, SamplingParams
 
-__all__ = [
-    "HEARTBEAT_INTERVAL_S",
-    "FRONTEND_DISPATCHER",
-    "AbortRequest",
-    "BlockInput",
-    "CacheDump",
-    "CloseSession",
-    "RankCommand",
-    "DrainInput",
-    "RpcReply",
-    "RpcRequest",
-    "DumpCache",
-    "SubmitControl",
-    "ControlCompleted",
-    "OpenSession",
-    "PoolMediumGroup",
-    "PoolSnapshot",
-    "RankHeartbeat",
-    "RankStalled",
-    "RankReady",
-    "ReadPool",
-    "RankReport",
-    "RequestRefused",
-    "LoadAdapter",
-    "LoadReport",
-    "SubmitRequest",
-    "UnblockInput",
-    "UnloadAdapter",
-    "decode_command",
-    "decode_report",
-    "encode",
-    "pack_hashes",
-    "pack_tokens",
-    "unpack_hash_array",
-    "unpack_hashes",
-    "unpack_tokens",
-    "MAX_QUEUED_BATCHES",
-    "decode_outputs",
-    "encode_outputs",
-    "RpcMethod",
-]
-
 FRONTEND_DISPATCHER = "front"
 """Name of the frontend as a dispatcher, in load reports. The value is part of published load snapshots."""
 

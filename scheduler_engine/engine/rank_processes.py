@@ -19,12 +19,6 @@ from scheduler_components import StartError
 from scheduler_engine.engine.config import RankConfig
 from scheduler_engine.engine.log_output import LogFormat, format_rank_line
 
-__all__ = [
-    "RankExit",
-    "RankProcess",
-    "open_ranks",
-]
-
 _RANK_MODULE = "scheduler_engine.engine.rank.process"
 _MAX_LINE_BYTES = 2**20  # of standard error; the longest line of a traceback is far shorter
 _STOP_GRACE_S = 5.0  # a stopping rank drains its event stream
@@ -120,7 +114,7 @@ async def open_ranks(
         for config in configs:
             name = str(config.engine.parallel(config.rank))
             logs = config.engine.logs
-            rank = RankProcess(rank=config.rank, name=name, process=await _start(name), log_format=logs.format)
+            rank = RankProcess(rank=config.rank, name=name, process=await _start(name), log_format=logs.log_format)
             ranks.append(rank)
             rank.configure(config)
             watcher = asyncio.create_task(rank.wait(show), name=f"rank {name}")

@@ -8,8 +8,6 @@ import zmq
 
 from scheduler_components.errors import StartError
 
-__all__ = ["bind_pull", "connect_push"]
-
 SocketT = TypeVar("SocketT", bound=zmq.Socket[Any])
 
 

@@ -26,8 +26,6 @@ import msgspec
 
 from scheduler_components import ConfigError
 
-__all__ = ["ANY_HOST", "AccessPolicy", "Headers", "AccessRefusal", "RouteAccess", "is_loopback"]
-
 ANY_HOST = "*"
 """In ``AccessPolicy.allowed_hosts``: accept any Host header."""
 

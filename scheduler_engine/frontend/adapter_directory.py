@@ -9,8 +9,6 @@ from scheduler_components import ConfigError
 from scheduler_engine.engine.config import AdapterSpec, LoraConfig
 from scheduler_engine.frontend.control_queue import ControlQueue
 
-__all__ = ["AdapterDirectory"]
-
 
 @dataclass(slots=True, kw_only=True)
 class AdapterDirectory:

@@ -31,8 +31,6 @@ from scheduler_engine.engine.messages import LoadAdapter, RankCommand, SubmitCon
 from scheduler_engine.frontend.errors import EngineFailedError
 from scheduler_engine.frontend.frontend import REPLY_TIMEOUT_S, Frontend
 
-__all__ = ["ControlFailedError", "ControlQueue"]
-
 
 class ControlFailedError(ComponentError):
     """A control request failed on at least one replica; ``problems`` maps replica to cause."""

@@ -16,8 +16,6 @@ from scheduler_components.load import DispatchLedger
 from scheduler_components.values import LoadSnapshot
 from scheduler_engine.engine.messages import FRONTEND_DISPATCHER
 
-__all__ = ["LoadDispatcher", "DispatchChoice", "ReplicaLoad"]
-
 _MAX_CONVERSATIONS = 65_536
 
 

@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from scheduler_components.errors import ComponentError
 
-__all__ = [
-    "EngineFailedError",
-    "RankSilentError",
-    "RequestFailedError",
-    "RequestRefusedError",
-    "RequestTimeoutError",
-    "TooBusyError",
-]
-
 
 class EngineFailedError(ComponentError):
     """The engine has failed and serves no further request. The text names the rank and the cause."""

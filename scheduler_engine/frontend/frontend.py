@@ -54,8 +54,6 @@ from scheduler_engine.frontend.errors import (
 )
 from scheduler_engine.frontend.heartbeat_monitor import HeartbeatMonitor
 
-__all__ = ["REPLY_TIMEOUT_S", "CommandReplies", "Frontend", "GenerateReqInput", "RankReplies", "RequestStream"]
-
 REPLY_TIMEOUT_S = 30.0
 """Longest wait for the ranks' replies to a command, beyond a deadline that the command itself carries."""
 

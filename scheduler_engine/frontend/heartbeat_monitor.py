@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from scheduler_engine.engine.messages import HEARTBEAT_INTERVAL_S, RankHeartbeat, RankStalled
 from scheduler_engine.frontend.errors import RankSilentError
 
-__all__ = ["HEARTBEAT_TIMEOUT_S", "HeartbeatMonitor"]
-
 HEARTBEAT_TIMEOUT_S = 10.0
 """Twenty heartbeat intervals: on two busy cores, eight ranks can be late by one or two seconds."""
 

@@ -12,8 +12,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from observability import error_response
 from scheduler_engine.frontend.access import AccessPolicy, RouteAccess
 
-__all__ = ["AccessGuard", "ApiRoute", "access_of"]
-
 logger = logging.getLogger(__name__)
 
 _PUBLIC_PATHS = ("/health", "/ready", "/metrics")

@@ -15,8 +15,6 @@ from scheduler_engine.frontend.http_access import ApiRoute
 from scheduler_engine.frontend.http_body import BodyReceiver, body_route
 from scheduler_engine.frontend.weights_root import resolve_below
 
-__all__ = ["adapter_routes"]
-
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 

@@ -27,27 +27,6 @@ from scheduler_engine.frontend.errors import (
 )
 from scheduler_engine.frontend.http_access import ApiRoute
 
-__all__ = [
-    "BODY_TIMEOUT_S",
-    "MAX_BODY_BYTES",
-    "MAX_PENDING_BYTES",
-    "BadBodyError",
-    "BodyReader",
-    "BodyReceiver",
-    "BodyTimeoutError",
-    "BodyTooLargeError",
-    "JSON",
-    "MAX_CONTROL_BYTES",
-    "TEXT",
-    "body_route",
-    "component_error_response",
-    "decode_body",
-    "json_response",
-    "respond_with_errors",
-    "stream_response",
-    "run_until_disconnected",
-]
-
 logger = logging.getLogger(__name__)
 
 JSON, TEXT = "application/json", "text/plain"

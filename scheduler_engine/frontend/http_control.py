@@ -33,8 +33,6 @@ from scheduler_engine.frontend.http_access import ApiRoute
 from scheduler_engine.frontend.http_body import TEXT, BodyReceiver, body_route, respond_with_errors
 from scheduler_engine.frontend.weights_root import resolve_below
 
-__all__ = ["MAX_WEIGHT_BYTES", "control_routes"]
-
 MAX_WEIGHT_BYTES = 64 * 2**20
 """Limit of a body with tensors. Those of a simulated model are small, and those of a real model are read from disk."""
 

@@ -46,8 +46,6 @@ from scheduler_engine.frontend.openai_format import (
 )
 from scheduler_engine.frontend.text_frontend import GenerationParams, TextDelta, TextFrontend
 
-__all__ = ["GenerateBody", "GenerateEndpoint", "read_generate_body"]
-
 
 class _SamplingParams(msgspec.Struct, frozen=True):
     max_new_tokens: Count = 128  # SGLang's default

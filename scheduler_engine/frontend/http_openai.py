@@ -48,13 +48,6 @@ from scheduler_engine.frontend.text_frontend import (
 )
 from scheduler_engine.text.text_tokenizer import TextTokenizer
 
-__all__ = [
-    "RANK_HEADER",
-    "ChatEndpoint",
-    "CompletionEndpoint",
-    "with_headers",
-]
-
 _MAX_SHOWN = 128
 
 RANK_HEADER = "x-data-parallel-rank"
@@ -166,25 +159,6 @@ class _Job:
     usage: UsageOptions
     rid: str
 
-    @classmethod
-    def of(
-        cls,
-        body: CompletionBody | ChatBody,
-        params: GenerationParams,
-        headers: Headers,
-        prompts: Sequence[Sequence[int]],
-        writer: _CompletionWriter | _ChatWriter,
-    ) -> _Job:
-        return cls(
-            params=with_headers(params, headers),
-            prompts=prompts,
-            num_choices=body.num_choices,
-            writer=writer,
-            stream=bool(body.stream),
-            usage=body.usage_options,
-            rid=f"{writer.id_prefix}-{uuid4().hex}" if body.rid is None else body.rid,
-        )
-
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _JobStreams:
@@ -269,104 +243,86 @@ async def _open_streams(text: TextFrontend, job: _Job, stack: AsyncExitStack) ->
     return streams
 
 
-def _with_adapter(
-    endpoint: CompletionEndpoint | ChatEndpoint, body: CompletionBody | ChatBody, params: GenerationParams
-) -> GenerationParams:
-    """Return the parameters with the adapter that ``model`` names, as in vLLM. Without adapters any name is accepted.
-
-    Raises:
-        ConfigError: ``model`` names neither the model nor an adapter, or ``lora_path`` names another adapter.
-    """
-    hints, adapters = params.hints, endpoint.text.adapters
-    if adapters is None or body.model in (None, endpoint.model, hints.lora):
-        return params
-    if body.model not in adapters:
-        # The text of the base model would be a wrong answer to a client of an adapter that was unloaded.
-        raise ConfigError("model", body.model[:_MAX_SHOWN], "is neither the model nor an adapter", "see /v1/models")
-    if hints.lora is not None:
-        problem = f"is another adapter than model={body.model!r}"
-        raise ConfigError("lora_path", hints.lora, problem, "leave one of the two out")
-    return msgspec.structs.replace(params, hints=msgspec.structs.replace(hints, lora=body.model))
-
-
-def _check_number(num_prompts: int, num_choices: int) -> None:
-    if num_prompts * num_choices > MAX_CHOICES:
-        hint = f"request at most {MAX_CHOICES}"
-        raise ConfigError("n", num_choices, f"times {num_prompts} prompts are too many outputs", hint)
-
-
-def _check_session(params: GenerationParams, num_outputs: int) -> None:
-    if params.session is not None and num_outputs > 1:
-        raise ConfigError("n", num_outputs, "outputs cannot be one turn of a session", "request one output")
-
-
-async def _respond(endpoint: CompletionEndpoint | ChatEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
-    request = Request(scope, receive)
-    try:
-        async with endpoint.bodies.receive(request) as body:
-            job = await endpoint.job(body, request.headers)
-    except ClientDisconnect:
-        return
-    except ComponentError as error:
-        await component_error_response(error)(scope, receive, send)
-        return
-    await _serve(endpoint.text, endpoint.model, job, (scope, receive, send))
-
-
 @dataclass(slots=True, kw_only=True, frozen=True)
-class CompletionEndpoint:
-    """The ASGI application of ``/v1/completions``.
+class OpenAiEndpoint:
+    """The ASGI application of ``/v1/completions`` or ``/v1/chat/completions``.
 
     Attributes:
+        reader: decodes the bodies of its route.
         text: dispatches the requests.
         model: name of the model in responses.
         bodies: receives the bodies.
     """
 
+    reader: BodyReader[CompletionBody] | BodyReader[ChatBody]
     text: TextFrontend
     model: str
     bodies: BodyReceiver = field(default_factory=BodyReceiver)
-    _reader: BodyReader[CompletionBody] = field(default_factory=lambda: BodyReader(CompletionBody, "/v1/completions"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to one POST."""
-        await _respond(self, scope, receive, send)
+        request = Request(scope, receive)
+        try:
+            async with self.bodies.receive(request) as received:
+                job = await self._job(self.reader.read(received), request.headers)
+        except ClientDisconnect:
+            return
+        except ComponentError as error:
+            await component_error_response(error)(scope, receive, send)
+            return
+        await _serve(self.text, self.model, job, (scope, receive, send))
 
-    async def job(self, body: bytes | bytearray, headers: Headers) -> _Job:
-        decoded = self._reader.read(body)
-        params, given, num_choices = decoded.params(), decoded.prompts(), decoded.num_choices
-        params = _with_adapter(self, decoded, params)
-        _check_session(params, len(given) * num_choices)
-        _check_number(len(given), num_choices)
-        codec = self.text.codec
-        prompts = [await self.text.encode(each) if isinstance(each, str) else each for each in given]
-        echoes = [each if isinstance(each, str) else codec.decode(each) for each in given] if decoded.echo else []
-        writer = _CompletionWriter(
-            codec,
-            len(prompts) * num_choices,
-            echoes=[echo for echo in echoes for _ in range(num_choices)],
-            with_logprobs=params.sampling.logprobs is not None,
+    async def _job(self, body: CompletionBody | ChatBody, headers: Headers) -> _Job:
+        params = self._with_adapter(body, body.params())
+        writer: _CompletionWriter | _ChatWriter
+        with_logprobs = params.sampling.logprobs is not None
+        if isinstance(body, ChatBody):
+            _check_outputs(params, 1, body.num_choices)
+            prompts: list[list[int]] = [await self.text.encode_chat(body.chat_messages())]
+            writer = _ChatWriter(self.text.codec, with_logprobs=with_logprobs)
+        else:
+            given, num_choices = body.prompts(), body.num_choices
+            _check_outputs(params, len(given), num_choices)
+            prompts = [await self.text.encode(each) if isinstance(each, str) else each for each in given]
+            echoed = [each if isinstance(each, str) else self.text.codec.decode(each) for each in given if body.echo]
+            writer = _CompletionWriter(
+                self.text.codec,
+                len(prompts) * num_choices,
+                echoes=[echo for echo in echoed for _ in range(num_choices)],
+                with_logprobs=with_logprobs,
+            )
+        return _Job(
+            params=with_headers(params, headers),
+            prompts=prompts,
+            num_choices=body.num_choices,
+            writer=writer,
+            stream=bool(body.stream),
+            usage=body.usage_options,
+            rid=f"{writer.id_prefix}-{uuid4().hex}" if body.rid is None else body.rid,
         )
-        return _Job.of(decoded, params, headers, prompts, writer)
+
+    def _with_adapter(self, body: CompletionBody | ChatBody, params: GenerationParams) -> GenerationParams:
+        """Return the parameters with the adapter that ``model`` names, as in vLLM. Without adapters any name will do.
+
+        Raises:
+            ConfigError: ``model`` names neither the model nor an adapter, or ``lora_path`` names another adapter.
+        """
+        hints, adapters = params.hints, self.text.adapters
+        if adapters is None or body.model in (None, self.model, hints.lora):
+            return params
+        if body.model not in adapters:
+            # The text of the base model would be a wrong answer to a client of an adapter that was unloaded.
+            raise ConfigError("model", body.model[:_MAX_SHOWN], "is neither the model nor an adapter", "see /v1/models")
+        if hints.lora is not None:
+            problem = f"is another adapter than model={body.model!r}"
+            raise ConfigError("lora_path", hints.lora, problem, "leave one of the two out")
+        return msgspec.structs.replace(params, hints=msgspec.structs.replace(hints, lora=body.model))
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class ChatEndpoint:
-    """The ASGI application of ``/v1/chat/completions``, with the attributes of ``CompletionEndpoint``."""
-
-    text: TextFrontend
-    model: str
-    bodies: BodyReceiver = field(default_factory=BodyReceiver)
-    _reader: BodyReader[ChatBody] = field(default_factory=lambda: BodyReader(ChatBody, "/v1/chat/completions"))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to one POST."""
-        await _respond(self, scope, receive, send)
-
-    async def job(self, body: bytes | bytearray, headers: Headers) -> _Job:
-        decoded = self._reader.read(body)
-        params = _with_adapter(self, decoded, decoded.params())
-        _check_session(params, decoded.num_choices)
-        prompt = await self.text.encode_chat(decoded.chat_messages())
-        writer = _ChatWriter(self.text.codec, with_logprobs=params.sampling.logprobs is not None)
-        return _Job.of(decoded, params, headers, [prompt], writer)
+def _check_outputs(params: GenerationParams, num_prompts: int, num_choices: int) -> None:
+    num_outputs = num_prompts * num_choices
+    if params.session is not None and num_outputs > 1:
+        raise ConfigError("n", num_outputs, "outputs cannot be one turn of a session", "request one output")
+    if num_outputs > MAX_CHOICES:
+        hint = f"request at most {MAX_CHOICES}"
+        raise ConfigError("n", num_choices, f"times {num_prompts} prompts are too many outputs", hint)

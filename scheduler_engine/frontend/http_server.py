@@ -26,8 +26,6 @@ from scheduler_components import StartError
 from scheduler_components._internal.failure_log import FailureLog
 from scheduler_engine.frontend.errors import TooBusyError
 
-__all__ = ["STALL_TIMEOUT_S", "HttpServer", "bind_http", "connection_limit", "open_http_server"]
-
 logger = logging.getLogger(__name__)
 
 HEADER_TIMEOUT_S = 30.0

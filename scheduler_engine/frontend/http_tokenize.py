@@ -6,25 +6,20 @@ the generating routes serve the same prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from scheduler_components import ComponentError
+from scheduler_engine.frontend.http_access import ApiRoute
 from scheduler_engine.frontend.http_body import (
     BadBodyError,
     BodyReader,
     BodyReceiver,
-    component_error_response,
     json_response,
+    respond_with_errors,
 )
 from scheduler_engine.frontend.openai_format import Messages, chat_messages, check_supported
 from scheduler_engine.frontend.text_frontend import TextFrontend
-
-__all__ = ["TokenizeBody", "TokenizeEndpoint"]
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
@@ -47,37 +42,26 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class TokenizeEndpoint:
-    """The ASGI application of the route.
+def tokenize_route(text: TextFrontend, bodies: BodyReceiver) -> ApiRoute:
+    """Return the route.
 
-    Attributes:
+    Args:
         text: has the tokenizer.
         bodies: receives the bodies.
     """
+    reader = BodyReader(TokenizeBody, "/tokenize")
 
-    text: TextFrontend
-    bodies: BodyReceiver = field(default_factory=BodyReceiver)
-    _reader: BodyReader[TokenizeBody] = field(default_factory=lambda: BodyReader(TokenizeBody, "/tokenize"))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to one POST."""
-        try:
-            response = await self._respond(Request(scope, receive))
-        except ClientDisconnect:
-            return
-        except ComponentError as error:
-            response = component_error_response(error)
-        await response(scope, receive, send)
-
-    async def _respond(self, request: Request) -> Response:
-        async with self.bodies.receive(request) as received:
-            body = self._reader.read(received)
+    async def tokenize(request: Request) -> Response:
+        """Respond with the tokens of a prompt or of a conversation."""
+        async with bodies.receive(request) as received:
+            body = reader.read(received)
             if (body.prompt is None) == (body.messages is None):
                 raise BadBodyError("prompt", "give either prompt or messages")
             check_supported(body, _NEUTRAL)
         if body.messages is None:
-            tokens = await self.text.encode(body.prompt or "")
+            tokens = await text.encode(body.prompt or "")
         else:
-            tokens = await self.text.encode_chat(chat_messages(body.messages))
-        return json_response({"count": len(tokens), "max_model_len": self.text.codec.context_tokens, "tokens": tokens})
+            tokens = await text.encode_chat(chat_messages(body.messages))
+        return json_response({"count": len(tokens), "max_model_len": text.codec.context_tokens, "tokens": tokens})
+
+    return ApiRoute("/tokenize", respond_with_errors(tokenize), methods=["POST"], body=TokenizeBody)

@@ -18,27 +18,6 @@ from scheduler_engine.device.sampling import SamplingParams
 from scheduler_engine.frontend.text_frontend import GenerationParams, TextDelta
 from scheduler_engine.text.text_tokenizer import ChatMessage, TextTokenizer
 
-__all__ = [
-    "MAX_CHOICES",
-    "ChatBody",
-    "ChatLogprobs",
-    "CompletionBody",
-    "CompletionLogprobs",
-    "Seconds",
-    "TokenId",
-    "LogitBias",
-    "MessageFields",
-    "Messages",
-    "SessionFields",
-    "Usage",
-    "UsageOptions",
-    "by_tier",
-    "chat_messages",
-    "check_supported",
-    "sorted_bias",
-    "stop_strings",
-]
-
 MAX_CHOICES = 128
 """Limit of prompts times ``n`` of one body. OpenAI has the same limit of ``n``."""
 

@@ -16,8 +16,6 @@ from scheduler_components import __version__
 from scheduler_engine.frontend.access import RouteAccess
 from scheduler_engine.frontend.http_access import ApiRoute, access_of
 
-__all__ = ["openapi_document", "openapi_route"]
-
 _SCHEMAS = "#/components/schemas/{name}"
 
 _ANSWERS = {"/": "text/html", "/metrics": "text/plain"}

@@ -30,16 +30,6 @@ from scheduler_engine.text.incremental_detokenizer import IncrementalDetokenizer
 from scheduler_engine.text.text_tokenizer import ChatMessage, TextTokenizer
 from scheduler_engine.text.word_tokenizer import WordTokenizer
 
-__all__ = [
-    "DEFAULT_NEW_TOKENS",
-    "TextFrontend",
-    "TextDelta",
-    "GenerationParams",
-    "open_text_codec",
-    "session_replica",
-    "merge_streams",
-]
-
 DEFAULT_NEW_TOKENS = 1024
 """Limit of new tokens if neither the client nor the API sets one: one or two pages, not the whole context."""
 

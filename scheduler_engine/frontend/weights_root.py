@@ -6,8 +6,6 @@ from pathlib import Path
 
 from scheduler_components import ConfigError
 
-__all__ = ["default_weights_root", "resolve_below"]
-
 _MAX_SHOWN = 256
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 
 from scheduler_engine.text.text_tokenizer import TextTokenizer
 
-__all__ = ["IncrementalDetokenizer"]
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LATE_TOKENS = 3
 """A character has at most four bytes. Bytes that three more tokens do not complete are no character."""

@@ -19,8 +19,6 @@ from scheduler_components import ConfigError
 from scheduler_components.errors import first_line
 from scheduler_engine.text.text_tokenizer import ChatMessage
 
-__all__ = ["ModelTokenizer", "open_model_tokenizer"]
-
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ModelTokenizer:

@@ -7,11 +7,6 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = [
-    "ChatMessage",
-    "TextTokenizer",
-]
-
 
 class ChatMessage(msgspec.Struct, frozen=True):
     """One message of a conversation.

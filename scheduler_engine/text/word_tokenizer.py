@@ -14,8 +14,6 @@ import attrs
 from scheduler_components._internal.validators import integer_validator
 from scheduler_engine.text.text_tokenizer import ChatMessage
 
-__all__ = ["WordTokenizer"]
-
 _SYLLABLES = tuple(consonant + vowel for consonant in "bdfghjklmnprstvz" for vowel in "aeiou")
 _DIGITS = {syllable: digit for digit, syllable in enumerate(_SYLLABLES, start=1)}
 _BASE = len(_SYLLABLES)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-__all__ = ["print_lines"]
-
 
 def print_lines(lines: Iterable[str]) -> None:
     """Write lines to standard output unchanged, for commands whose output other programs read."""

@@ -34,8 +34,6 @@ from scheduler_refactor.source_tree import (
     write_recipe_file,
 )
 
-__all__ = ["REFACTOR_COMMANDS", "make_refactor_app", "measure", "move", "prepare"]
-
 MeasureFormat: TypeAlias = Literal["text", "json", "mermaid", "svg"]
 _PROGRESS_S = 1.0
 

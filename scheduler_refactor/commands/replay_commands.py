@@ -19,8 +19,6 @@ from scheduler_refactor import Coverage, Difference, Harness, ModuleTree, parse_
 from scheduler_refactor.commands.output import print_lines
 from scheduler_refactor.recording import read_recordings, write_recordings
 
-__all__ = ["record", "replay"]
-
 HarnessFile = Annotated[Path, Parameter(help="Python file that defines `harness`. It is run.")]
 Version = Annotated[str, Parameter(help="Folder with the packages of a version, or NAME=FOLDER for one. It is run.")]
 Count = Annotated[int, Parameter(validator=Number(gte=1), help="Generated workloads.")]

@@ -13,8 +13,6 @@ from cyclopts import Parameter
 from scheduler_refactor.commands.output import print_lines
 from scheduler_refactor.git_repository import open_repository
 
-__all__ = ["verify"]
-
 
 def verify(
     base: Annotated[str, Parameter(help="Commit before the first one to verify.")],

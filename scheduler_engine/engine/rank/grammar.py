@@ -12,8 +12,6 @@ from scheduler_engine.device.model_spec import TokenSpec
 from scheduler_engine.engine.config import GrammarConfig
 from scheduler_engine.engine.scheduler.request import Request
 
-__all__ = ["open_grammar_queue"]
-
 
 def open_grammar_queue(config: GrammarConfig, tokens: TokenSpec, tokenizer: Path) -> GrammarQueue[Request]:
     """Open the queue of requests with a grammar. The first of them starts the thread, which reads the tokenizer.

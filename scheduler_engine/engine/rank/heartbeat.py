@@ -16,11 +16,6 @@ from scheduler_engine.engine.messages import (
 )
 from scheduler_engine.engine.rank.frontend_sinks import ZmqReportSender
 
-__all__ = [
-    "StopPipe",
-    "HeartbeatSender",
-]
-
 
 class StopPipe:
     """The signal to stop: the end of standard input, which also comes when the parent process dies.

@@ -40,16 +40,6 @@ if TYPE_CHECKING:
     from scheduler_components.hicache.prefetch_queue import PrefetchQueue
     from scheduler_components.values import TierStats
 
-__all__ = [
-    "HiCacheTiers",
-    "RankKvMemory",
-    "SimulatedKvPages",
-    "TierLayerDoneCounter",
-    "open_hicache_tiers",
-    "make_simulated_kv_memory",
-    "make_torch_kv_memory",
-]
-
 # The pages are small because their content is compared, not computed with.
 _SHAPE = PageShape(num_layers=NUM_SIMULATED_LAYERS, layer_page_bytes=64)
 _WAIT_S = 0.001

@@ -8,7 +8,7 @@ stop at a difference, because their KV caches would differ from then on (``Decis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -61,18 +61,9 @@ from scheduler_engine.engine.messages import (
 from scheduler_engine.engine.rank.frontend_sinks import ZmqReportSender
 from scheduler_engine.engine.rank.heartbeat import HeartbeatSender
 from scheduler_engine.engine.rank.rpc_handler import RpcHandler
-from scheduler_engine.engine.rank.zmq_sync import ZmqSyncHub
 from scheduler_engine.engine.scheduler.request import Request
 from scheduler_engine.engine.scheduler.request_limits import fitting_limits
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
-
-__all__ = [
-    "Follower",
-    "Leader",
-    "NullPeers",
-    "RankWorker",
-    "CommandDecoder",
-]
 
 _FLUSH_DEADLINE_S = 1.0  # the publisher's thread uses the sockets for some milliseconds
 _BACKLOG_S = 0.02  # wait before sending outputs again that the frontend's queue had no room for
@@ -224,14 +215,6 @@ class RankWorker:
         )
 
 
-class NullPeers:
-    """The peers of a replica that steps by itself."""
-
-    @property
-    def is_peer_waiting(self) -> bool:
-        return False
-
-
 @dataclass(slots=True, kw_only=True)
 class Leader:
     """The loop of a replica's leader.
@@ -245,7 +228,7 @@ class Leader:
         sleeper: waits for the frontend's socket, the sockets of the peers, and the signal to stop.
         heartbeat: sends heartbeats, also while the leader sleeps; knows the signal to stop.
         load_publisher: sends the load to the frontend, and to the load endpoint of the configuration.
-        peers: the other replicas under DP attention, which may need a step of this replica without a batch.
+        is_peer_waiting: whether another replica needs a step of this one without a batch, under DP attention.
     """
 
     worker: RankWorker
@@ -253,7 +236,7 @@ class Leader:
     sleeper: IdleSleeper
     heartbeat: HeartbeatSender
     load_publisher: LoadPublisher
-    peers: ZmqSyncHub | NullPeers = field(default_factory=NullPeers)
+    is_peer_waiting: Callable[[], bool] = lambda: False
 
     def run(self) -> None:
         """Step until the rank must stop."""
@@ -267,7 +250,7 @@ class Leader:
             # A busy leader polls for the signal to stop only when it sends a heartbeat: a poll takes 2 us.
             if (is_idle or was_due) and self._must_stop(is_idle):
                 return
-            if is_idle and not (self.receiver.poll() or self.peers.is_peer_waiting or self._is_step_due()):
+            if is_idle and not (self.receiver.poll() or self.is_peer_waiting() or self._is_step_due()):
                 continue
             step += 1
             try:
@@ -297,7 +280,7 @@ class Leader:
 
     def _must_stop(self, is_idle: bool) -> bool:
         """Poll the signal to stop. An idle leader sleeps here until the signal, a command or the next heartbeat."""
-        timeout_s = self.heartbeat.due_in_s if is_idle and not self.peers.is_peer_waiting else 0.0
+        timeout_s = self.heartbeat.due_in_s if is_idle and not self.is_peer_waiting() else 0.0
         timeout_s = min(timeout_s, self.worker.scheduler.next_step_in_s)
         if self.worker.scheduler.output.has_backlog:
             timeout_s = min(_BACKLOG_S, timeout_s)

@@ -42,10 +42,11 @@ from scheduler_components.scheduling.dp_attn import DpBatchSync, dp_rank_groups
 from scheduler_components.waiting.grammar_queue import GrammarQueue
 from scheduler_components.waiting.lora_queue import LoraQueue
 from scheduler_components.waiting.thread_adapter_loader import open_thread_adapter_loader
+from scheduler_engine.device.device import RankCompute
 from scheduler_engine.engine.config import RankConfig
 from scheduler_engine.engine.log_output import configure_logging
 from scheduler_engine.engine.messages import MAX_QUEUED_BATCHES, RankHeartbeat, RankReady
-from scheduler_engine.engine.rank.compute import RankCompute, open_rank_device
+from scheduler_engine.engine.rank.compute import open_rank_device
 from scheduler_engine.engine.rank.frontend_sinks import (
     FrontendLoadSink,
     FrontendRefusalSink,
@@ -63,11 +64,6 @@ from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_engine.engine.scheduler.request import Request
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_engine.engine.zmq_sockets import bind_pull, connect_push
-
-__all__ = [
-    "main",
-    "run_rank",
-]
 
 _STDIN = 0
 _SYNC_TIMEOUT_S = 60.0  # eight interpreters that start together on two busy cores
@@ -367,7 +363,7 @@ def _open_loop(
         sleeper=IdleSleeper([commands, peers.inbox], [heartbeat.stop.descriptor]),
         heartbeat=heartbeat,
         load_publisher=load_publisher,
-        peers=peers,
+        is_peer_waiting=peers.is_peer_waiting,
     )
 
 

@@ -15,8 +15,6 @@ from scheduler_components.quiesce import (
 from scheduler_components.weight_updater import NullWeightStore, WeightStore
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
-__all__ = ["PausableScheduler", "make_quiesce_stepper"]
-
 
 @dataclass(slots=True, kw_only=True)
 class PausableScheduler:

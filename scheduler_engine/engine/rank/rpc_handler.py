@@ -6,9 +6,8 @@ all ranks of a replica from the same step on, and a profile has one trace per ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeVar
 
 import msgspec
 
@@ -21,39 +20,12 @@ from scheduler_components.waiting.sessions import SessionTable
 from scheduler_engine.device.device import Device, DeviceOutput, DeviceRequest
 from scheduler_engine.engine.messages import CloseSession, OpenSession, RpcMethod
 
-__all__ = [
-    "RpcHandler",
-    "ProfiledDevice",
-    "StateChanges",
-    "parse_state_changes",
-    "parse_profile_plan",
-]
+T = TypeVar("T")
 
 
-StateChanges: TypeAlias = dict[str, StateValue]
-
-_decode_changes = msgspec.json.Decoder(StateChanges).decode
-_decode_open = msgspec.json.Decoder(OpenSession).decode
-_decode_close = msgspec.json.Decoder(CloseSession).decode
-_decode_plan = msgspec.json.Decoder(ProfileRequest).decode
-
-
-def parse_state_changes(body: bytes) -> StateChanges:
-    """Decode new values by name. Raises ConfigError for any other body."""
-    changes: StateChanges = _decode(_decode_changes, body)
-    return changes
-
-
-def parse_profile_plan(body: bytes) -> ProfileRequest:
-    """Decode what to record. An empty body means the defaults. Raises ConfigError for any other body."""
-    plan: ProfileRequest = _decode(_decode_plan, body or b"{}")
-    plan.check()
-    return plan
-
-
-def _decode(decode: Callable[[bytes], Any], body: bytes) -> Any:
+def _decode(kind: type[T], body: bytes) -> T:
     try:
-        return decode(body)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("body", body[:64], f"cannot be decoded: {error}", "give one JSON object") from None
 
@@ -96,9 +68,9 @@ class RpcHandler:
         if method == "get_internal_state":
             return self.state.get()
         if method == "set_internal_state":
-            return self.state.set(parse_state_changes(body))
+            return self.state.set(_decode(dict[str, StateValue], body))
         if method == "open_session":
-            session: OpenSession = _decode(_decode_open, body)
+            session = _decode(OpenSession, body)
             self.sessions.open(
                 session.session_id,
                 capacity_tokens=session.capacity_tokens,
@@ -107,10 +79,11 @@ class RpcHandler:
             )
             return session.session_id
         if method == "close_session":
-            closing: CloseSession = _decode(_decode_close, body)
-            self.sessions.close(closing.session_id)
+            self.sessions.close(_decode(CloseSession, body).session_id)
             return True
         if method == "start_profile":
-            self.profiles.start(parse_profile_plan(body))
+            plan = _decode(ProfileRequest, body or b"{}")  # by default everything
+            plan.check()
+            self.profiles.start(plan)
             return True
         return self.profiles.stop()

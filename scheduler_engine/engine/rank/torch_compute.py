@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import attrs
 import torch
@@ -12,8 +11,10 @@ import torch
 from scheduler_components import ParallelState
 from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.hicache import TorchDeviceMemory
+from scheduler_components.quiesce import NullMemoryOccupation
 from scheduler_components.torch_weight_updater import TorchWeightStore
 from scheduler_components.waiting.thread_adapter_loader import AdapterStore, NullAdapterStore
+from scheduler_engine.device.device import RankCompute
 from scheduler_engine.device.model_spec import ModelSpec
 from scheduler_engine.device.torch_adapters import TorchAdapters
 from scheduler_engine.device.torch_device import TorchDevice
@@ -26,27 +27,6 @@ from scheduler_engine.device.torch_model_parallel import (
 )
 from scheduler_engine.device.torch_tensor_parallel import shard_model
 from scheduler_engine.engine.config import EnginePaths, SchedulerConfig
-
-__all__ = ["TorchRank", "open_torch_rank", "rank_torch_device"]
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class TorchRank:
-    """A loaded model with its KV pool.
-
-    Attributes:
-        device: computes batches with the model and the pool.
-        weights: this rank's shard of the weights.
-        pool: this rank's slice of each KV page.
-        groups: the ranks that hold the other shards, and those that compute other rows of a prefill.
-        adapters: the adapters of the model; without any if the configuration has none.
-    """
-
-    device: TorchDevice
-    weights: TorchWeightStore
-    pool: TorchDeviceMemory
-    groups: tuple[ModelParallelGroup, ModelParallelGroup]
-    adapters: AdapterStore
 
 
 def rank_torch_device(first: str, parallel: ParallelState) -> str:
@@ -68,7 +48,7 @@ def open_torch_rank(
     parallel: ParallelState,
     paths: EnginePaths | None = None,
     on_wait: Callable[[], None] = keep_waiting,
-) -> TorchRank:
+) -> RankCompute:
     """Load the model, keep this rank's shard, and allocate a pool with one page per page of the scheduler.
 
     Args:
@@ -105,9 +85,10 @@ def open_torch_rank(
     adapters: AdapterStore = NullAdapterStore()
     if scheduler.lora is not None:
         adapters = device.adapters = TorchAdapters(loaded)
-    return TorchRank(
+    return RankCompute(
         device=device,
         weights=TorchWeightStore(model=loaded, parts=parts),
+        memory=NullMemoryOccupation(),
         pool=pool,
         groups=(shards, context),
         adapters=adapters,

@@ -21,12 +21,6 @@ from scheduler_components.agreement.sync import describe_calls
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
 from scheduler_components.receiving.zmq_input_relay import StopRequestedError, WaitForSocket
 
-__all__ = [
-    "ZmqSyncHub",
-    "open_zmq_groups",
-    "open_zmq_sync_hub",
-]
-
 _Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 _Ranks: TypeAlias = tuple[int, ...]
 
@@ -92,9 +86,8 @@ class ZmqSyncHub:
         del self._vectors[ranks, turn]
         return [vectors[rank] for rank in ranks]
 
-    @property
     def is_peer_waiting(self) -> bool:
-        """True if another rank has entered a collective that this one has not, or its wait for one has timed out."""
+        """Return whether another rank has entered a collective that this one has not, or has timed out in one."""
         return bool(self._vectors) or bool(zmq.zmq_poll([(self.inbox, zmq.POLLIN)], 0))
 
     def parallel_groups(self, reduce_groups: Sequence[_Ranks]) -> ParallelGroups:

@@ -19,7 +19,6 @@ from scheduler_engine.cli.commands import COMMANDS, make_app
 from scheduler_engine.cli.engine_commands import (
     DemoOptions,
     EngineOptions,
-    EngineSizes,
     HiCacheOptions,
     ModelOptions,
     engine_config,
@@ -29,6 +28,7 @@ from scheduler_engine.engine.config import (
     DEFAULT_HOST,
     GrammarConfig,
     HiCacheConfig,
+    IntegrityConfig,
     SchedulerConfig,
     TelemetryConfig,
 )
@@ -55,16 +55,16 @@ def test_a_demo_uses_system_ports_and_a_small_pool() -> None:
     assert (serve.host, serve.port, serve.max_running_requests) == (DEFAULT_HOST, 30_000, 64)
     assert (demo.host, demo.port, demo.max_running_requests) == (DEFAULT_HOST, 0, 32)
     in_parts = {"dp_size": 2, "attn_cp_size": 2, "attn_tp_size": 2}
-    assert serve.sizes(of_a_model=False) == EngineSizes(**in_parts, kv_tokens=262_144, chunk_tokens=2048)
-    assert demo.sizes(of_a_model=False) == EngineSizes(**in_parts, kv_tokens=6144, chunk_tokens=512)
+    assert serve.sizes(of_a_model=False) == {**in_parts, "kv_tokens": 262_144, "chunk_tokens": 2048}
+    assert demo.sizes(of_a_model=False) == {**in_parts, "kv_tokens": 6144, "chunk_tokens": 512}
 
 
 def test_one_rank_serves_a_model_by_default() -> None:
     whole = {"dp_size": 1, "attn_cp_size": 1, "attn_tp_size": 1}
     for options, kv_tokens in ((EngineOptions(), 16_384), (DemoOptions(), 2048)):
-        assert options.sizes(of_a_model=True) == EngineSizes(**whole, kv_tokens=kv_tokens, chunk_tokens=512)
+        assert options.sizes(of_a_model=True) == {**whole, "kv_tokens": kv_tokens, "chunk_tokens": 512}
     asked = EngineOptions(dp_size=2, kv_tokens=262_144).sizes(of_a_model=True)
-    assert (asked.dp_size, asked.kv_tokens) == (2, 262_144)
+    assert (asked["dp_size"], asked["kv_tokens"]) == (2, 262_144)
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "bfloat16"), ("device", "cuda"), ("grammar_backend", "none")])
@@ -118,19 +118,10 @@ def test_shared_and_own_options_are_listed_together() -> None:
 
 def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
     _, bound = parse(
-        *(
-            "serve",
-            "--dp-size",
-            "1",
-            "--attn-cp-size",
-            "3",
-            "--attn-tp-size",
-            "4",
-            "--pp-size",
-            "2",
-            "--page-size",
-            "8",
-        ),
+        *("serve", "--dp-size", "1", "--attn-cp-size", "3", "--attn-tp-size", "4", "--pp-size", "2"),
+        *("--page-size", "8", "--schedule-policy", "lpm", "--preemption-policy", "lowest-priority"),
+        *("--batch-mode", "prefill_first", "--queue-timeout", "3", "--request-timeout", "4"),
+        *("--decision-log", "count", "--profile-directory", "/profiles"),
         *("--kv-tokens", "800", "--max-running-requests", "5", "--chunk-tokens", "32768", "--speed", "2.5"),
         *("--seed", "7", "--kv-events-config", '{"publisher": "null"}', "--hicache", "--hicache-host-tokens", "1600"),
         *("--hicache-storage", "file", "--hicache-storage-path", str(tmp_path)),
@@ -151,7 +142,14 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         chunk_tokens=32_768,
         max_prefill_tokens=32_768,
         recv_interval=4,
+        schedule_policy="lpm",
+        preemption_policy="lowest-priority",
+        batch_mode="prefill_first",
+        queue_timeout_s=3,
+        timeout_s=4,
+        integrity=IntegrityConfig(decision_log="count"),
     )
+    assert engine.profile_directory == "/profiles"
     assert engine.hicache == HiCacheConfig(
         host_tokens=1600,
         storage="file",

@@ -96,7 +96,7 @@ def test_progress_counts_ended_and_open_requests() -> None:
     counters.finish(prompt_tokens=4, cached_tokens=1, output_tokens=2)
     counters.refused.add("too long")
     assert "2/10 requests done, 3 open" in format_progress(counters, 1.0)
-    assert counters.tokens.hit_rate == 0.25
+    assert counters.hit_rate == 0.25
 
 
 def test_progress_shows_the_delay_of_sending_without_that_of_a_busy_loop() -> None:

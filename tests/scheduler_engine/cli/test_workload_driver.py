@@ -46,25 +46,22 @@ def test_requests_that_no_rank_accepts_are_counted_as_failed() -> None:
     assert driver.counters.failed.reasons == [f"request 0: {problem}", f"request 1: {problem}"]
 
 
-def test_the_delay_of_sending_is_measured_while_it_is_blocked() -> None:
-    async def scenario() -> None:
-        frontend = Frontend(leaders=[FullLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
-        counters, lag, now_s = WorkloadCounters(), ScheduleLag(), 0.0
-        driver = TraceDriver(frontend=frontend, speed=1.0, counters=counters, lag=lag, clock=lambda: now_s)
-        requests = [
-            TraceRequest(index=index, arrival_s=0.0, input_length=4, output_length=2, hash_ids=(1,))
-            for index in range(513)  # one more than may be open
-        ]
-        replay = asyncio.create_task(driver.run(requests))
-        async with asyncio.timeout(30):
-            while counters.sent < 512:
-                await asyncio.sleep(0)
-        now_s = 7.0
-        assert lag.lag_s(now_s) == 7.0
-        replay.cancel()
-        await asyncio.gather(replay, return_exceptions=True)
-
-    asyncio.run(scenario())
+async def test_the_delay_of_sending_is_measured_while_it_is_blocked() -> None:
+    frontend = Frontend(leaders=[FullLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
+    counters, lag, now_s = WorkloadCounters(), ScheduleLag(), 0.0
+    driver = TraceDriver(frontend=frontend, speed=1.0, counters=counters, lag=lag, clock=lambda: now_s)
+    requests = [
+        TraceRequest(index=index, arrival_s=0.0, input_length=4, output_length=2, hash_ids=(1,))
+        for index in range(513)  # one more than may be open
+    ]
+    replay = asyncio.create_task(driver.run(requests))
+    async with asyncio.timeout(30):
+        while counters.sent < 512:
+            await asyncio.sleep(0)
+    now_s = 7.0
+    assert lag.lag_s(now_s) == 7.0
+    replay.cancel()
+    await asyncio.gather(replay, return_exceptions=True)
 
 
 def test_a_cut_connection_is_reported_with_its_cause() -> None:

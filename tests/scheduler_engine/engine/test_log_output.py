@@ -36,7 +36,7 @@ def test_text_has_level_and_logger(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json_is_one_object_per_record(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger().handlers.clear()  # pytest's would send the record to another process, as text it cannot encode
-    configure_logging(LogConfig(level="info", format="json"), rank=5)
+    configure_logging(LogConfig(log_level="info", log_format="json"), rank=5)
     logging.getLogger("a").info("two\nlines, %s", "\ud800")
     try:
         raise ValueError("inside")
@@ -50,8 +50,8 @@ def test_json_is_one_object_per_record(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_second_configuration_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(LogConfig(format="json"))
-    configure_logging(LogConfig(level="error"))
+    configure_logging(LogConfig(log_format="json"))
+    configure_logging(LogConfig(log_level="error"))
     logging.getLogger("a").warning("hidden")
     logging.getLogger("a").error("once")
     assert capsys.readouterr().err == "ERROR a: once\n"
@@ -71,7 +71,7 @@ def test_a_log_without_a_reader_does_not_raise(monkeypatch: pytest.MonkeyPatch) 
     logging.getLogger("a").error("lost")
 
 
-@pytest.mark.parametrize("setting", [{"level": "loud"}, {"format": "xml"}])
+@pytest.mark.parametrize("setting", [{"log_level": "loud"}, {"log_format": "xml"}])
 def test_an_unknown_value_is_refused(setting: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         LogConfig(**setting)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_every_line_of_a_rank_becomes_one_object(line: str) -> None:
 
 
 def test_a_record_of_a_rank_is_forwarded_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(LogConfig(format="json"), rank=1)
+    configure_logging(LogConfig(log_format="json"), rank=1)
     logging.getLogger("a").warning("x")
     line = capsys.readouterr().err.rstrip()
     assert format_rank_line(line, 1, "json") == line

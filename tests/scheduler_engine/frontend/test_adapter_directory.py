@@ -83,33 +83,27 @@ class Bench:
         )
 
 
-def test_an_adapter_is_named_once_all_replicas_have_loaded_it_and_until_it_is_unloaded() -> None:
-    async def run() -> None:
-        bench = Bench()
+async def test_an_adapter_is_named_once_all_replicas_have_loaded_it_and_until_it_is_unloaded() -> None:
+    bench = Bench()
+    await bench.directory.load(POEMS)
+    assert bench.directory.adapters == {"poems": POEMS}
+    with pytest.raises(ConfigError, match="is loaded already"):
         await bench.directory.load(POEMS)
-        assert bench.directory.adapters == {"poems": POEMS}
-        with pytest.raises(ConfigError, match="is loaded already"):
-            await bench.directory.load(POEMS)
-        with pytest.raises(ConfigError, match="is the name of the model"):
-            await bench.directory.load(AdapterSpec(name="base", path="/base"))
+    with pytest.raises(ConfigError, match="is the name of the model"):
+        await bench.directory.load(AdapterSpec(name="base", path="/base"))
+    await bench.directory.unload("poems")
+    assert bench.directory.adapters == {}
+    with pytest.raises(ConfigError, match="is no loaded adapter"):
         await bench.directory.unload("poems")
-        assert bench.directory.adapters == {}
-        with pytest.raises(ConfigError, match="is no loaded adapter"):
-            await bench.directory.unload("poems")
-
-    asyncio.run(run())
 
 
-def test_a_load_that_fails_on_one_replica_is_undone_on_the_other() -> None:
-    async def run() -> None:
-        bench = Bench(lambda number: "no such file" if number else "")
-        with pytest.raises(ControlFailedError, match="replica 1: no such file"):
-            await bench.directory.load(POEMS)
-        assert bench.directory.adapters == {}
-        kinds = [[type(command) for command in replica.commands] for replica in bench.replicas]
-        assert kinds == [[LoadAdapter, UnloadAdapter], [LoadAdapter]]
-
-    asyncio.run(run())
+async def test_a_load_that_fails_on_one_replica_is_undone_on_the_other() -> None:
+    bench = Bench(lambda number: "no such file" if number else "")
+    with pytest.raises(ControlFailedError, match="replica 1: no such file"):
+        await bench.directory.load(POEMS)
+    assert bench.directory.adapters == {}
+    kinds = [[type(command) for command in replica.commands] for replica in bench.replicas]
+    assert kinds == [[LoadAdapter, UnloadAdapter], [LoadAdapter]]
 
 
 def cancel(_: Bench, load: asyncio.Future[None]) -> None:
@@ -130,32 +124,28 @@ def wait_in_vain(_: Bench, __: asyncio.Future[None]) -> None:
     ("end", "error"),
     [(cancel, asyncio.CancelledError), (fall_silent, RankSilentError), (wait_in_vain, EngineFailedError)],
 )
-def test_a_load_that_is_given_up_leaves_the_name_free(
+async def test_a_load_that_is_given_up_leaves_the_name_free(
     end: Callable[[Bench, asyncio.Future[None]], None], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replica 1 is stopped while it loads, and goes on later."""
     if end is wait_in_vain:
         monkeypatch.setattr(control_queue, "REPLY_TIMEOUT_S", 0.0)
-
-    async def run() -> None:
-        bench = Bench(config=LoraConfig(limits=LoraLimits(max_wait_s=0.01 if end is wait_in_vain else 60.0)))
-        stopped = bench.replicas[1]
-        stopped.is_stopped = True
-        load = asyncio.ensure_future(bench.directory.load(POEMS))
-        while not stopped.commands:
-            await asyncio.sleep(0)
-        end(bench, load)
-        with pytest.raises(error):
-            await load
-        assert bench.directory.adapters == {}
-        stopped.go_on()
-        bench.frontend.receive(RankHeartbeat("rank 1", 1))
-        await bench.directory.load(POEMS)
-        assert bench.directory.adapters == {"poems": POEMS}
-        assert [replica.names for replica in bench.replicas] == [{"poems"}] * 2
-        assert not bench.frontend.replies.commands.controls
-
-    asyncio.run(run())
+    bench = Bench(config=LoraConfig(limits=LoraLimits(max_wait_s=0.01 if end is wait_in_vain else 60.0)))
+    stopped = bench.replicas[1]
+    stopped.is_stopped = True
+    load = asyncio.ensure_future(bench.directory.load(POEMS))
+    while not stopped.commands:
+        await asyncio.sleep(0)
+    end(bench, load)
+    with pytest.raises(error):
+        await load
+    assert bench.directory.adapters == {}
+    stopped.go_on()
+    bench.frontend.receive(RankHeartbeat("rank 1", 1))
+    await bench.directory.load(POEMS)
+    assert bench.directory.adapters == {"poems": POEMS}
+    assert [replica.names for replica in bench.replicas] == [{"poems"}] * 2
+    assert not bench.frontend.replies.commands.controls
 
 
 def test_an_engine_without_adapters_refuses_to_load_one_and_another_begins_with_its_own() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import httpx
 import pytest
+from kit.asgi import ask
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -36,12 +36,7 @@ class Engine:
         return PlainTextResponse("done")
 
     def ask(self, method: str, path: str, **headers: str) -> httpx.Response:
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                return await client.request(method, path, headers=headers)
-
-        return asyncio.run(send())
+        return ask(self.app, path, method=method, headers=headers)
 
 
 @pytest.mark.parametrize("path", ["/flush_cache", "/flush%5fcache", "/flush_cache%0A", "/flush_cache?timeout=1"])

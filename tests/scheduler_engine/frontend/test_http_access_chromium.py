@@ -145,39 +145,30 @@ async def browsing(profile: Path, url: str) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_request_of_another_origin_reaches_a_handler(name: str, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        victim = Victim()
-        async with serving(victim) as url:
-            attacker = Attacker(f"http://{name}:{urlsplit(url).port}")
-            async with serving(attacker.app) as page, browsing(tmp_path, page):
-                await asyncio.wait_for(attacker.done.wait(), 60)
-                while not victim.arrived >= ATTACKS:  # the beacon has no answer to wait for
-                    await asyncio.sleep(0.01)
-        assert victim.reached == set()
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=90))
+async def test_no_request_of_another_origin_reaches_a_handler(name: str, tmp_path: Path) -> None:
+    victim = Victim()
+    async with serving(victim) as url:
+        attacker = Attacker(f"http://{name}:{urlsplit(url).port}")
+        async with serving(attacker.app) as page, browsing(tmp_path, page):
+            await asyncio.wait_for(attacker.done.wait(), 60)
+            while not victim.arrived >= ATTACKS:  # the beacon has no answer to wait for
+                await asyncio.sleep(0.01)
+    assert victim.reached == set()
 
 
-def test_a_name_that_points_to_loopback_reaches_no_handler(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        victim = Victim()
-        async with serving(victim) as url:
-            # A page that only reads: a control request is refused for other reasons, too.
-            rebound = f"http://rebound.example:{urlsplit(url).port}/own?how=rebinding"
-            async with browsing(tmp_path, rebound):
-                while "rebinding" not in victim.arrived:
-                    await asyncio.sleep(0.01)
-        assert victim.reached == set()
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=90))
+async def test_a_name_that_points_to_loopback_reaches_no_handler(tmp_path: Path) -> None:
+    victim = Victim()
+    async with serving(victim) as url:
+        # A page that only reads: a control request is refused for other reasons, too.
+        rebound = f"http://rebound.example:{urlsplit(url).port}/own?how=rebinding"
+        async with browsing(tmp_path, rebound):
+            while "rebinding" not in victim.arrived:
+                await asyncio.sleep(0.01)
+    assert victim.reached == set()
 
 
-def test_the_server_s_own_page_may_send_control_requests(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        victim = Victim()
-        async with serving(victim) as url, browsing(tmp_path, f"{url}/own"):
-            await asyncio.wait_for(victim.done.wait(), 60)
-        assert victim.reached == {"page", "own"}
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=90))
+async def test_the_server_s_own_page_may_send_control_requests(tmp_path: Path) -> None:
+    victim = Victim()
+    async with serving(victim) as url, browsing(tmp_path, f"{url}/own"):
+        await asyncio.wait_for(victim.done.wait(), 60)
+    assert victim.reached == {"page", "own"}

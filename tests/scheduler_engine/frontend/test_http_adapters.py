@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from kit.asgi import ask
 from starlette.applications import Starlette
 
 from scheduler_engine.engine.config import AdapterSpec, LoraConfig
@@ -33,12 +33,7 @@ def posted(root: Path | None, path: str, body: Any, *, has_files: bool = True) -
     directory = LoadedDirectory()
     directory.adapters["old"] = AdapterSpec(name="old", path="/old")
     app = Starlette(routes=adapter_routes(directory, BodyReceiver(), has_files=has_files, adapters_root=root))
-
-    async def post() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            return await client.post(path, json=body)
-
-    return asyncio.run(post())
+    return ask(app, path, json=body)
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])

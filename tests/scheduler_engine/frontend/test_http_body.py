@@ -103,46 +103,38 @@ def test_a_body_that_announces_to_be_longer_is_refused_unread() -> None:
     assert run(read_body(sized(b"abc", length=3), max_bytes=3)) == b"abc"
 
 
-def test_all_bodies_together_are_bounded_and_small_ones_always_pass() -> None:
+async def test_all_bodies_together_are_bounded_and_small_ones_always_pass() -> None:
     bodies = BodyReceiver(timeout_s=5, max_pending_bytes=256 * KIB)
-
-    async def scenario() -> None:
-        large = 200 * KIB * b"x"
-        async with bodies.receive(sized(large), max_bytes=1024 * KIB) as first:
-            assert len(first) == len(large)
-            with pytest.raises(TooBusyError, match="memory"):
-                await read(bodies, sized(large))
-            assert len(await read(bodies, sized(64 * KIB * b"y"))) == 64 * KIB
-        for ending in (sized(large), sized(large, ends="wait", length=10**9), sized(large)):
-            if ending.headers:
-                with pytest.raises(BodyTooLargeError):
-                    await read(bodies, ending)
-            else:
-                assert await read(bodies, ending) == large, "memory is given back"
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+    large = 200 * KIB * b"x"
+    async with bodies.receive(sized(large), max_bytes=1024 * KIB) as first:
+        assert len(first) == len(large)
+        with pytest.raises(TooBusyError, match="memory"):
+            await read(bodies, sized(large))
+        assert len(await read(bodies, sized(64 * KIB * b"y"))) == 64 * KIB
+    for ending in (sized(large), sized(large, ends="wait", length=10**9), sized(large)):
+        if ending.headers:
+            with pytest.raises(BodyTooLargeError):
+                await read(bodies, ending)
+        else:
+            assert await read(bodies, ending) == large, "memory is given back"
 
 
-def test_memory_is_given_back_after_each_failure() -> None:
+async def test_memory_is_given_back_after_each_failure() -> None:
     bodies = BodyReceiver(timeout_s=0.05, max_pending_bytes=256 * KIB)
     large = 200 * KIB * b"x"
-
-    async def scenario() -> None:
-        for _ in range(3):
-            with pytest.raises(BodyTimeoutError):
-                await read(bodies, sized(large, ends="wait"))
-            with pytest.raises(BodyTooLargeError):
-                await read(bodies, sized(large, large), 300 * KIB)
-            reading = asyncio.ensure_future(read(bodies, sized(large, ends="wait")))
-            await asyncio.sleep(0)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            with pytest.raises(ValueError, match="handler"):
-                async with bodies.receive(sized(large)):
-                    raise ValueError("handler")
-        assert await read(bodies, sized(large)) == large
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+    for _ in range(3):
+        with pytest.raises(BodyTimeoutError):
+            await read(bodies, sized(large, ends="wait"))
+        with pytest.raises(BodyTooLargeError):
+            await read(bodies, sized(large, large), 300 * KIB)
+        reading = asyncio.ensure_future(read(bodies, sized(large, ends="wait")))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        with pytest.raises(ValueError, match="handler"):
+            async with bodies.receive(sized(large)):
+                raise ValueError("handler")
+    assert await read(bodies, sized(large)) == large
 
 
 def answer(respond: Callable[[Request], Awaitable[Response]], asked: Request) -> Response:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import attrs
 import httpx
 import pytest
+from kit.asgi import ask
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -201,13 +202,7 @@ def test_after_each_control_request_subscribers_know_the_caches_and_a_dead_rank_
 
 def post_body(path: str, body: bytes | AsyncIterator[bytes], timeout_s: float = 30.0) -> httpx.Response:
     control = ControlQueue(frontend=Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[])))
-    app = Starlette(routes=control_routes(control, None, BodyReceiver(timeout_s=timeout_s)))
-
-    async def send() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            return await client.post(path, content=body)
-
-    return asyncio.run(asyncio.wait_for(send(), timeout=20))
+    return ask(Starlette(routes=control_routes(control, None, BodyReceiver(timeout_s=timeout_s))), path, content=body)
 
 
 def test_only_a_weight_update_may_have_a_large_body() -> None:

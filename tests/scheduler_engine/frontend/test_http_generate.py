@@ -9,8 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from kit.asgi import ask
 from kit.recording_leader import RecordingLeader
 
 from scheduler_components.values import (
@@ -28,13 +27,9 @@ from scheduler_engine.engine.messages import (
     unpack_tokens,
 )
 from scheduler_engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
-from scheduler_engine.frontend.errors import EngineFailedError
 from scheduler_engine.frontend.frontend import Frontend
-from scheduler_engine.frontend.http_body import MAX_BODY_BYTES, BadBodyError, BodyReader
 from scheduler_engine.frontend.http_generate import (
-    GenerateBody,
     GenerateEndpoint,
-    read_generate_body,
 )
 from scheduler_engine.frontend.text_frontend import TextFrontend
 from scheduler_engine.text.word_tokenizer import WordTokenizer
@@ -87,13 +82,7 @@ def endpoint(frontend: Frontend) -> GenerateEndpoint:
 
 def post(frontend: Frontend, body: bytes | dict[str, Any], **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=endpoint(frontend))
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return await client.post("/generate", content=content, headers=headers)
-
-    return asyncio.run(asyncio.wait_for(send(), timeout=10))
+    return ask(endpoint(frontend), "/generate", content=content, headers=headers)
 
 
 def test_a_response_has_all_tokens_and_the_counts() -> None:
@@ -189,21 +178,6 @@ def test_a_bad_request_is_400_and_names_the_field(body: bytes | dict[str, Any], 
     assert leader.commands == []
 
 
-@given(st.binary(max_size=60))
-def test_every_invalid_body_is_a_bad_request(body: bytes) -> None:
-    try:
-        read_generate_body(BodyReader(GenerateBody, "/generate"), body)
-    except BadBodyError:
-        return
-
-
-def test_a_body_beyond_the_limit_is_413() -> None:
-    frontend, leader = make_front()
-    response = post(frontend, b" " * (MAX_BODY_BYTES + 1))
-    assert response.status_code == 413
-    assert leader.commands == []
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_the_scheduler_refuses_is_400_with_its_reason(stream: bool) -> None:
     frontend, leader = make_front()
@@ -213,19 +187,7 @@ def test_a_request_that_the_scheduler_refuses_is_400_with_its_reason(stream: boo
     assert "too long for the pool" in response.json()["error"]["message"]
 
 
-def test_an_engine_that_failed_is_503() -> None:
-    frontend, _ = make_front()
-    frontend.fail(EngineFailedError("rank 3 died"))
-    assert post(frontend, {"input_ids": [1]}).status_code == 503
-
-
-def test_too_many_requests_are_503() -> None:
-    frontend, _ = make_front()
-    frontend.max_open_requests = 0
-    assert post(frontend, {"input_ids": [1]}).status_code == 503
-
-
-def ask(frontend: Frontend, *messages: dict[str, Any]) -> list[Any]:
+def exchange(frontend: Frontend, *messages: dict[str, Any]) -> list[Any]:
     """Call the endpoint as a server does, with what a client does; what would be sent to it."""
     arriving = iter(messages)
     sent: list[Any] = []
@@ -301,7 +263,7 @@ def test_a_disconnect_aborts_the_request(stream: bool) -> None:
     frontend, leader = make_front()
     leader.answer = leader.say_nothing
     body = json.dumps({"input_ids": [1], "rid": "gone", "stream": stream}).encode()
-    sent = ask(frontend, {"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"})
+    sent = exchange(frontend, {"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"})
     assert leader.commands[-1] == AbortRequest("gone")
     assert sent == []
 
@@ -309,22 +271,8 @@ def test_a_disconnect_aborts_the_request(stream: bool) -> None:
 def test_a_disconnect_within_the_body_dispatches_nothing() -> None:
     frontend, leader = make_front()
     half = {"type": "http.request", "body": b'{"input', "more_body": True}
-    assert ask(frontend, half, {"type": "http.disconnect"}) == []
+    assert exchange(frontend, half, {"type": "http.disconnect"}) == []
     assert leader.commands == []
-
-
-def test_a_stream_of_a_failed_engine_ends_with_an_error_event() -> None:
-    frontend, leader = make_front()
-
-    def fail_after_one_token(command: SubmitRequest) -> None:
-        frontend.process_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
-        frontend.fail(EngineFailedError("rank 3 died"))
-
-    leader.answer = fail_after_one_token
-    events = post(frontend, {"input_ids": [1], "stream": True}).text.split("\n\n")
-    assert json.loads(events[0].removeprefix("data: "))["output_ids"] == [7]
-    assert "rank 3 died" in events[1]
-    assert events[2:] == ["data: [DONE]", ""]
 
 
 def test_a_disconnect_between_two_tokens_aborts_the_request() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -23,23 +23,18 @@ httpx2 = ImportedLater("httpx2", reason="openai 3 brings it")
 CODEC = WordTokenizer()
 
 
-def use(served: Any, scenario: Callable[[Any], Awaitable[None]]) -> None:
-    """Run ``scenario`` with a client that retries nothing."""
-
-    async def run() -> None:
-        transport = httpx2.ASGITransport(app=served.app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as http:
-            client = openai.AsyncOpenAI(base_url="http://engine/v1", api_key="none", http_client=http, max_retries=0)
-            await scenario(client)
-
-    asyncio.run(asyncio.wait_for(run(), timeout=30))
+@asynccontextmanager
+async def openai_client(served: Any) -> AsyncIterator[Any]:
+    """A client that retries nothing. All its requests have ended when it is closed."""
+    transport = httpx2.ASGITransport(app=served.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as http:
+        yield openai.AsyncOpenAI(base_url="http://engine/v1", api_key="none", http_client=http, max_retries=0)
     assert served.frontend.num_open_requests == 0 or all(each.aborted for each in served.replicas if each.submitted)
 
 
-def test_a_completion_is_the_text_of_the_tokens_with_its_usage(make_served: Callable[..., Any]) -> None:
+async def test_a_completion_is_the_text_of_the_tokens_with_its_usage(make_served: Callable[..., Any]) -> None:
     served = make_served()
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         answer = await client.completions.create(
             model="any", prompt="one two three", max_tokens=5, extra_body={"rid": "mine"}
         )
@@ -51,17 +46,14 @@ def test_a_completion_is_the_text_of_the_tokens_with_its_usage(make_served: Call
         assert usage.prompt_tokens_details.cached_tokens == 0
         assert (answer.model, answer.id) == ("simulated", "mine")
 
-    use(served, scenario)
-
 
 @pytest.mark.parametrize(("is_chat", "prefix"), [(False, "cmpl-"), (True, "chatcmpl-")])
-def test_the_id_of_a_response_is_the_id_of_its_request(
+async def test_the_id_of_a_response_is_the_id_of_its_request(
     make_served: Callable[..., Any], is_chat: bool, prefix: str
 ) -> None:
     """An abort, a log line or the next turn of a session names the request by it."""
     served = make_served()
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         answers = [
             await (
                 client.chat.completions.create(model="any", messages=[{"role": "user", "content": "one"}], max_tokens=2)
@@ -75,13 +67,10 @@ def test_the_id_of_a_response_is_the_id_of_its_request(
         assert len(set(ids)) == 2
         assert all(each.startswith(prefix) for each in ids)
 
-    use(served, scenario)
 
-
-def test_a_stream_adds_up_to_the_response_and_ends_with_usage(make_served: Callable[..., Any]) -> None:
+async def test_a_stream_adds_up_to_the_response_and_ends_with_usage(make_served: Callable[..., Any]) -> None:
     served = make_served()
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         stream = await client.completions.create(
             model="any",
             prompt="one two three",
@@ -99,38 +88,20 @@ def test_a_stream_adds_up_to_the_response_and_ends_with_usage(make_served: Calla
         assert all(event.usage is None for event in events[:-1])
         assert len({event.id for event in events}) == 1
 
-    use(served, scenario)
 
-
-@pytest.mark.parametrize(("options", "reported"), [(None, []), ({"include_usage": False}, [])])
-def test_usage_is_reported_only_on_request(
-    make_served: Callable[..., Any], options: dict[str, bool] | None, reported: list[Any]
-) -> None:
-    async def scenario(client: Any) -> None:
-        stream = await client.completions.create(
-            model="any", prompt="one", max_tokens=2, stream=True, stream_options=options
-        )
-        assert [event.usage async for event in stream if event.usage] == reported
-
-    use(make_served(), scenario)
-
-
-def test_usage_may_be_reported_in_every_event(make_served: Callable[..., Any]) -> None:
-    async def scenario(client: Any) -> None:
+async def test_usage_may_be_reported_in_every_event(make_served: Callable[..., Any]) -> None:
+    async with openai_client(make_served()) as client:
         options = {"include_usage": True, "continuous_usage_stats": True}
         stream = await client.completions.create(
             model="any", prompt="one", max_tokens=3, stream=True, stream_options=options
         )
         assert [event.usage.completion_tokens async for event in stream] == [1, 2, 3, 3]
 
-    use(make_served(), scenario)
 
-
-def test_the_next_turn_of_a_chat_finds_its_prefix_with_the_answer_in_it(make_served: Callable[..., Any]) -> None:
+async def test_the_next_turn_of_a_chat_finds_its_prefix_with_the_answer_in_it(make_served: Callable[..., Any]) -> None:
     served = make_served()
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "what is the capital"}]
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         first = await client.chat.completions.create(model="any", messages=messages, max_completion_tokens=17)
         (choice,) = first.choices
         assert choice.message.role == "assistant" and choice.finish_reason == "length"
@@ -143,11 +114,9 @@ def test_the_next_turn_of_a_chat_finds_its_prefix_with_the_answer_in_it(make_ser
         assert second.usage.prompt_tokens_details.cached_tokens == num_known // 4 * 4
         assert served.replicas[0].submitted[1].input_ids.startswith(served.replicas[0].submitted[0].input_ids)
 
-    use(served, scenario)
 
-
-def test_a_streamed_chat_has_its_role_in_one_event(make_served: Callable[..., Any]) -> None:
-    async def scenario(client: Any) -> None:
+async def test_a_streamed_chat_has_its_role_in_one_event(make_served: Callable[..., Any]) -> None:
+    async with openai_client(make_served()) as client:
         stream = await client.chat.completions.create(
             model="any", messages=[{"role": "user", "content": "hello"}], max_tokens=3, stream=True
         )
@@ -155,12 +124,10 @@ def test_a_streamed_chat_has_its_role_in_one_event(make_served: Callable[..., An
         assert [delta.role for delta in deltas] == ["assistant", None, None]
         assert len("".join(delta.content for delta in deltas).split()) == 3
 
-    use(make_served(), scenario)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cached_tokens_by_tier_are_reported_as_in_sglang(make_served: Callable[..., Any], stream: bool) -> None:
-    async def scenario(client: Any) -> None:
+async def test_cached_tokens_by_tier_are_reported_as_in_sglang(make_served: Callable[..., Any], stream: bool) -> None:
+    async with openai_client(make_served()) as client:
         asked = {"model": "any", "prompt": [*range(17)], "max_tokens": 1}
         await client.completions.create(**asked)
         reported = {"return_cached_tokens_details": True}
@@ -170,47 +137,38 @@ def test_cached_tokens_by_tier_are_reported_as_in_sglang(make_served: Callable[.
         assert last.sglext["cached_tokens_details"] == {"device": 16, "host": 0, "storage": 0}
         assert last.usage.prompt_tokens_details.cached_tokens == 16
 
-    use(make_served(), scenario)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_text_and_the_request(make_served: Callable[..., Any], stream: bool) -> None:
+async def test_a_stop_string_ends_the_text_and_the_request(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
     words = CODEC.decode(served.expected_tokens("mine", 1, 4000)).split()
     stop = f"{words[7]} {words[8][:2]}"  # ends within a token
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         asked = {"model": "any", "prompt": "one", "max_tokens": 4000, "stop": [stop, "never"]}
         answer = await client.completions.create(**asked, stream=stream, extra_body={"rid": "mine"})
         choices = [event.choices[0] async for event in answer] if stream else answer.choices
         assert "".join(choice.text for choice in choices) == "".join(f" {word}" for word in words[:7]) + " "
         assert choices[-1].finish_reason == "stop"
         assert choices[-1].matched_stop == stop
-
-    use(served, scenario)
     assert served.replicas[0].aborted == ["mine"]
     assert served.scheduler.num_steps < 100
 
 
-def test_a_stop_string_can_be_kept(make_served: Callable[..., Any]) -> None:
+async def test_a_stop_string_can_be_kept(make_served: Callable[..., Any]) -> None:
     served = make_served()
     words = CODEC.decode(served.expected_tokens("mine", 1, 9)).split()
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         extra = {"rid": "mine", "include_stop_str_in_output": True}
         answer = await client.completions.create(
             model="any", prompt="one", max_tokens=9, stop=words[3], extra_body=extra
         )
         assert answer.choices[0].text.split() == words[:4]
 
-    use(served, scenario)
 
-
-def test_a_stop_token_is_not_part_of_the_text(make_served: Callable[..., Any]) -> None:
+async def test_a_stop_token_is_not_part_of_the_text(make_served: Callable[..., Any]) -> None:
     served = make_served()
     tokens = served.expected_tokens("mine", 1, 9)
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         extra = {"rid": "mine", "stop_token_ids": [tokens[4]]}
         answer = await client.completions.create(model="any", prompt="one", max_tokens=9, extra_body=extra)
         (choice,) = answer.choices
@@ -218,14 +176,11 @@ def test_a_stop_token_is_not_part_of_the_text(make_served: Callable[..., Any]) -
         assert (choice.finish_reason, choice.matched_stop) == ("stop", tokens[4])
         assert answer.usage.completion_tokens == 5
 
-    use(served, scenario)
 
-
-def test_several_prompts_with_several_outputs_are_in_order(make_served: Callable[..., Any]) -> None:
+async def test_several_prompts_with_several_outputs_are_in_order(make_served: Callable[..., Any]) -> None:
     """All outputs of a prompt are on one rank; its prompt counts once."""
     served = make_served(num_replicas=2)
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         answer = await client.completions.create(
             model="any", prompt=["one two", "three four five"], n=3, max_tokens=4, seed=7, extra_body={"rid": "r"}
         )
@@ -235,50 +190,20 @@ def test_several_prompts_with_several_outputs_are_in_order(make_served: Callable
         for choice, rid, length in zip(answer.choices, rids, lengths, strict=True):
             assert choice.text == CODEC.decode(served.expected_tokens(rid, length, 4))
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 24)
-
-    use(served, scenario)
     by_replica = [[command.rid for command in replica.submitted] for replica in served.replicas]
     assert sorted(by_replica) == [["r", "r-1", "r-2"], ["r-3", "r-4", "r-5"]]
     seeds = [command.sampling.seed for replica in served.replicas for command in replica.submitted]
     assert seeds == [7, 8, 9, 7, 8, 9]
 
 
-def test_a_cached_prompt_counts_once_for_all_its_outputs(make_served: Callable[..., Any]) -> None:
-    async def scenario(client: Any) -> None:
-        asked = {"model": "any", "prompt": [*range(9)], "max_tokens": 1}
-        await client.completions.create(**asked)
-        usage = (await client.completions.create(**asked, n=3)).usage
-        assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (9, 8)
-
-    use(make_served(), scenario)
-
-
-def test_streams_of_several_outputs_have_separate_indexes(make_served: Callable[..., Any]) -> None:
+async def test_sampling_parameters_reach_the_scheduler(make_served: Callable[..., Any]) -> None:
     served = make_served()
-
-    async def scenario(client: Any) -> None:
-        stream = await client.completions.create(
-            model="any", prompt="one", n=3, max_tokens=4, stream=True, extra_body={"rid": "r"}
-        )
-        texts = ["", "", ""]
-        async for event in stream:
-            texts[event.choices[0].index] += event.choices[0].text
-        assert texts == [CODEC.decode(served.expected_tokens(rid, 1, 4)) for rid in ("r", "r-1", "r-2")]
-
-    use(served, scenario)
-
-
-def test_sampling_parameters_reach_the_scheduler(make_served: Callable[..., Any]) -> None:
-    served = make_served()
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         extra = {"top_k": 5, "min_p": 0.25, "ignore_eos": True}
         asked = {"model": "any", "prompt": "one", "max_tokens": 1}
         await client.completions.create(**asked, temperature=0.5, top_p=0.75, seed=3, logprobs=2, extra_body=extra)
         await client.completions.create(**asked)
         await client.completions.create(**asked, temperature=0, extra_body={"top_k": -1})
-
-    use(served, scenario)
     first, second, third = (command.sampling for command in served.replicas[0].submitted)
     assert (first.temperature, first.top_p, first.top_k, first.min_p, first.seed) == (0.5, 0.75, 5, 0.25, 3)
     assert first.logprobs == 2 and served.replicas[0].submitted[0].limits.ignore_eos
@@ -287,10 +212,9 @@ def test_sampling_parameters_reach_the_scheduler(make_served: Callable[..., Any]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_a_completion_match_its_tokens(make_served: Callable[..., Any], stream: bool) -> None:
+async def test_logprobs_of_a_completion_match_its_tokens(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         answer = await client.completions.create(
             model="any", prompt="one", max_tokens=3, logprobs=1, stream=stream, extra_body={"rid": "mine"}
         )
@@ -302,15 +226,12 @@ def test_logprobs_of_a_completion_match_its_tokens(make_served: Callable[..., An
         offsets = [0, len(words[0]), len(words[0]) + len(words[1])]
         assert [offset for each in reported for offset in each.text_offset] == offsets
 
-    use(served, scenario)
 
-
-def test_logprobs_of_a_chat_match_its_tokens(make_served: Callable[..., Any]) -> None:
+async def test_logprobs_of_a_chat_match_its_tokens(make_served: Callable[..., Any]) -> None:
     served = make_served()
     messages = [{"role": "user", "content": "hello"}]
     num_prompt_tokens = len(CODEC.encode_chat([ChatMessage("user", "hello")]))
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         answer = await client.chat.completions.create(
             model="any", messages=messages, max_tokens=2, logprobs=True, top_logprobs=1, extra_body={"rid": "mine"}
         )
@@ -321,12 +242,10 @@ def test_logprobs_of_a_chat_match_its_tokens(make_served: Callable[..., Any]) ->
         ]
         assert [[top.token for top in each.top_logprobs] for each in content] == [[word] for word in words]
 
-    use(served, scenario)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_echo_puts_the_prompt_before_each_output(make_served: Callable[..., Any], stream: bool) -> None:
-    async def scenario(client: Any) -> None:
+async def test_an_echo_puts_the_prompt_before_each_output(make_served: Callable[..., Any], stream: bool) -> None:
+    async with openai_client(make_served()) as client:
         answer = await client.completions.create(
             model="any", prompt="one  two", n=2, max_tokens=2, echo=True, stream=stream
         )
@@ -338,27 +257,13 @@ def test_an_echo_puts_the_prompt_before_each_output(make_served: Callable[..., A
             texts = [choice.text for choice in answer.choices]
         assert all(text.startswith("one  two ") and len(text.split()) == 4 for text in texts)
 
-    use(make_served(), scenario)
-
-
-def test_a_prompt_may_be_tokens(make_served: Callable[..., Any]) -> None:
-    served = make_served()
-
-    async def scenario(client: Any) -> None:
-        await client.completions.create(model="any", prompt=[5, 6], max_tokens=1)
-        await client.completions.create(model="any", prompt=[[5], [6, 7]], max_tokens=1, echo=True)
-
-    use(served, scenario)
-    assert [len(command.input_ids) // 4 for command in served.replicas[0].submitted] == [2, 1, 2]
-
 
 @pytest.mark.parametrize("in_header", [False, True])
-def test_a_request_is_served_on_the_rank_that_its_client_chose(
+async def test_a_request_is_served_on_the_rank_that_its_client_chose(
     make_served: Callable[..., Any], in_header: bool
 ) -> None:
     served = make_served(num_replicas=3)
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         choice: dict[str, Any] = {"extra_body": {"data_parallel_rank": 2}}
         if in_header:
             choice = {"extra_body": {"routed_dp_rank": 0}, "extra_headers": {"X-Data-Parallel-Rank": "2"}}
@@ -367,23 +272,18 @@ def test_a_request_is_served_on_the_rank_that_its_client_chose(
                 model="any", prompt="one", max_tokens=1, **choice
             )
             assert answer.headers["x-data-parallel-rank"] == "2"
-
-    use(served, scenario)
     assert [len(replica.submitted) for replica in served.replicas] == [0, 0, 3]
 
 
 TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}
 
 
-def test_every_output_of_a_body_belongs_to_the_trace_of_its_client(make_served: Callable[..., Any]) -> None:
+async def test_every_output_of_a_body_belongs_to_the_trace_of_its_client(make_served: Callable[..., Any]) -> None:
     served = make_served()
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         await client.completions.create(model="any", prompt="one", max_tokens=1, n=2, extra_headers=TRACE)
         await client.completions.create(model="any", prompt="one", max_tokens=1)
         await client.chat.completions.create(model="any", messages=CHAT, max_tokens=1, extra_headers=TRACE)
-
-    use(served, scenario)
     parent = TraceParent(*TRACE.values())
     assert [command.trace for command in served.replicas[0].submitted] == [parent, parent, None, parent]
 
@@ -409,19 +309,16 @@ BAD_COMPLETIONS = [
 
 
 @pytest.mark.parametrize(("asked", "field"), BAD_COMPLETIONS)
-def test_an_invalid_body_is_a_bad_request_that_names_the_field(
+async def test_an_invalid_body_is_a_bad_request_that_names_the_field(
     make_served: Callable[..., Any], asked: dict[str, Any], field: str
 ) -> None:
     served = make_served()
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(model="any", **asked)
         assert caught.value.param == field
         assert caught.value.type == "invalid_request_error"
         assert field in caught.value.message
-
-    use(served, scenario)
     assert served.replicas[0].submitted == []
 
 
@@ -434,22 +331,20 @@ BAD_CHATS = [
 
 
 @pytest.mark.parametrize(("asked", "field"), BAD_CHATS)
-def test_an_invalid_chat_is_a_bad_request(make_served: Callable[..., Any], asked: dict[str, Any], field: str) -> None:
-    async def scenario(client: Any) -> None:
+async def test_an_invalid_chat_is_a_bad_request(
+    make_served: Callable[..., Any], asked: dict[str, Any], field: str
+) -> None:
+    async with openai_client(make_served()) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="any", **asked)
         assert (caught.value.param or "").startswith(field)
 
-    use(make_served(), scenario)
 
-
-def test_a_request_longer_than_the_pool_is_a_bad_request_with_the_sizes(make_served: Callable[..., Any]) -> None:
-    async def scenario(client: Any) -> None:
+async def test_a_request_longer_than_the_pool_is_a_bad_request_with_the_sizes(make_served: Callable[..., Any]) -> None:
+    async with openai_client(make_served()) as client:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="pool has 8192"):
                 await client.completions.create(model="any", prompt="one", max_tokens=8193, stream=stream)
-
-    use(make_served(), scenario)
 
 
 class ShortCodec(WordTokenizer):
@@ -467,31 +362,25 @@ class ShortCodec(WordTokenizer):
         ({"prompt": [100], "max_tokens": 1}, "prompt"),
     ],
 )
-def test_a_request_that_does_not_fit_the_model_is_not_dispatched(
+async def test_a_request_that_does_not_fit_the_model_is_not_dispatched(
     make_served: Callable[..., Any], asked: dict[str, Any], field: str
 ) -> None:
     served = make_served(codec=ShortCodec(hashed_ids=100))
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(model="any", **asked)
         assert caught.value.param == field
-
-    use(served, scenario)
     assert served.replicas[0].submitted == []
 
 
-def test_a_chat_without_a_limit_uses_the_rest_of_the_context(make_served: Callable[..., Any]) -> None:
+async def test_a_chat_without_a_limit_uses_the_rest_of_the_context(make_served: Callable[..., Any]) -> None:
     served = make_served(codec=ShortCodec(hashed_ids=100))
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         answer = await client.chat.completions.create(model="any", messages=CHAT)
         assert answer.usage.total_tokens == 8
 
-    use(served, scenario)
 
-
-def test_a_long_prompt_is_tokenized_in_a_thread(make_served: Callable[..., Any]) -> None:
+async def test_a_long_prompt_is_tokenized_in_a_thread(make_served: Callable[..., Any]) -> None:
     """Other clients' streams go on meanwhile; a short one is not worth the way."""
     here, seen = threading.get_ident(), []
 
@@ -500,13 +389,11 @@ def test_a_long_prompt_is_tokenized_in_a_thread(make_served: Callable[..., Any])
             seen.append((len(text) > 2048, threading.get_ident() == here))
             return super().encode(text)
 
-    async def scenario(client: Any) -> None:
+    async with openai_client(make_served(codec=WatchedCodec())) as client:
         await client.completions.create(model="any", prompt="short", max_tokens=1)
         await client.completions.create(model="any", prompt="long " * 1000, max_tokens=1)
         messages = [{"role": "user", "content": "long " * 1000}]
         await client.chat.completions.create(model="any", messages=messages, max_tokens=1)
-
-    use(make_served(codec=WatchedCodec()), scenario)
     assert seen == [(False, True), (True, False), (True, False)]
 
 
@@ -526,12 +413,11 @@ def test_a_long_prompt_is_tokenized_in_a_thread(make_served: Callable[..., Any])
         ("structured_outputs", {"choice": ["a"]}, None),
     ],
 )
-def test_a_field_without_effect_is_refused_in_openai_s_form(
+async def test_a_field_without_effect_is_refused_in_openai_s_form(
     make_served: Callable[..., Any], field: str, refused: object, neutral: object
 ) -> None:
     """An answer that ignores such a field looks like one that follows it."""
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(make_served()) as client:
         asked = {"model": "any", "messages": [{"role": "user", "content": "one"}], "max_tokens": 1}
         with pytest.raises(openai.BadRequestError) as raised:
             await client.chat.completions.create(**asked, extra_body={field: refused})
@@ -539,48 +425,24 @@ def test_a_field_without_effect_is_refused_in_openai_s_form(
         assert re.search("not supported|no effect", raised.value.body["message"])
         await client.chat.completions.create(**asked, extra_body={field: neutral})
 
-    use(make_served(), scenario)
 
-
-def test_a_completion_refuses_what_only_it_has(make_served: Callable[..., Any]) -> None:
-    async def scenario(client: Any) -> None:
+async def test_a_completion_refuses_what_only_it_has(make_served: Callable[..., Any]) -> None:
+    async with openai_client(make_served()) as client:
         for fields in ({"best_of": 3}, {"best_of": 1, "n": 2}, {"suffix": "end"}):
             with pytest.raises(openai.BadRequestError, match=next(iter(fields))):
                 await client.completions.create(model="any", prompt="one", max_tokens=1, **fields)
         for fields in ({"best_of": 2, "n": 2}, {"suffix": ""}, {"extra_body": {"min_tokens": 1, "ignore_eos": True}}):
             await client.completions.create(model="any", prompt="one", max_tokens=1, **fields)
 
-    use(make_served(), scenario)
 
-
-def test_unknown_fields_are_logged_once_and_ignored(
-    make_served: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(client: Any) -> None:
-        extra = {"custom_params": 1.0, "stream_options": {"wild": 1}, "lora_path": None, "cache_level": 3}
-        for _ in range(3):
-            answer = await client.completions.create(model="any", prompt="one", max_tokens=2, extra_body=extra)
-            assert answer.usage.completion_tokens == 2
-
-    with caplog.at_level(logging.WARNING):
-        use(make_served(), scenario)
-    named = [record.getMessage() for record in caplog.records]
-    assert len(named) == 3
-    for name in ("custom_params", "stream_options.wild", "cache_level"):
-        assert sum(repr(name) in text for text in named) == 1
-
-
-def test_if_one_output_cannot_be_opened_all_are_aborted(make_served: Callable[..., Any]) -> None:
+async def test_if_one_output_cannot_be_opened_all_are_aborted(make_served: Callable[..., Any]) -> None:
     served = make_served()
     served.frontend.max_open_requests = 2
-
-    async def scenario(client: Any) -> None:
+    async with openai_client(served) as client:
         with pytest.raises(openai.InternalServerError, match="2 requests are open"):
             await client.completions.create(model="any", prompt="one", n=3, max_tokens=100)
         while served.scheduler.has_work or served.frontend.num_open_requests:
             await asyncio.sleep(0)
-
-    use(served, scenario)
     assert len(served.replicas[0].aborted) == 2
 
 

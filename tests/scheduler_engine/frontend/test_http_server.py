@@ -83,7 +83,7 @@ def test_an_address_that_was_taken_in_the_meantime_is_a_start_error() -> None:
         asyncio.run(scenario())
 
 
-def test_incomplete_bodies_time_out_and_complete_ones_are_served() -> None:
+async def test_incomplete_bodies_time_out_and_complete_ones_are_served() -> None:
     frontend = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
     text = TextFrontend(frontend=frontend, codec=WordTokenizer())
     generate = Route("/generate", GenerateEndpoint(text=text, bodies=BodyReceiver(timeout_s=0.5)), methods=["POST"])
@@ -97,20 +97,17 @@ def test_incomplete_bodies_time_out_and_complete_ones_are_served() -> None:
         writer.close()
         return answer
 
-    async def scenario() -> None:
-        app = Starlette(routes=[Route("/", hello), generate])
-        async with serving(app) as url:
-            cut = asyncio.gather(*(send_half(url) for _ in range(200)))
-            async with httpx.AsyncClient() as client:
-                assert (await client.get(url)).text == "hello"
-            for answer in await cut:
-                assert answer.startswith(b"HTTP/1.1 408 ")
-                assert b"is incomplete after 0.5 s (50 bytes)" in answer
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=60))
+    app = Starlette(routes=[Route("/", hello), generate])
+    async with serving(app) as url:
+        cut = asyncio.gather(*(send_half(url) for _ in range(200)))
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(url)).text == "hello"
+        for answer in await cut:
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"is incomplete after 0.5 s (50 bytes)" in answer
 
 
-def test_incomplete_headers_time_out_and_slow_responses_do_not() -> None:
+async def test_incomplete_headers_time_out_and_slow_responses_do_not() -> None:
     slow = asyncio.Event()
 
     async def answer_slowly(_: Request) -> PlainTextResponse:
@@ -128,45 +125,38 @@ def test_incomplete_headers_time_out_and_slow_responses_do_not() -> None:
         writer.close()
         return answer
 
-    async def scenario() -> None:
-        app = Starlette(routes=[Route("/", hello), Route("/slow", answer_slowly)])
-        async with serving(app, header_timeout_s=0.3) as url:
-            async with httpx.AsyncClient(timeout=20) as client:
-                asked = asyncio.create_task(client.get(f"{url}/slow"))
-                whole, half = b"GET / HTTP/1.1\r\nhost: engine\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost:"
-                assert await asyncio.gather(*(send(url, half) for _ in range(50)), send(url, b"")) == [b""] * 51
-                assert await send(url, half, before=whole) == b""
-                slow.set()
-                assert (await asked).text == "slow"
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=60))
+    app = Starlette(routes=[Route("/", hello), Route("/slow", answer_slowly)])
+    async with serving(app, header_timeout_s=0.3) as url:
+        async with httpx.AsyncClient(timeout=20) as client:
+            asked = asyncio.create_task(client.get(f"{url}/slow"))
+            whole, half = b"GET / HTTP/1.1\r\nhost: engine\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost:"
+            assert await asyncio.gather(*(send(url, half) for _ in range(50)), send(url, b"")) == [b""] * 51
+            assert await send(url, half, before=whole) == b""
+            slow.set()
+            assert (await asked).text == "slow"
 
 
-def test_a_client_that_keeps_sending_after_its_response_is_disconnected() -> None:
+async def test_a_client_that_keeps_sending_after_its_response_is_disconnected() -> None:
     """Found with a client that sent one byte per second after its 408: each byte extended the time to read it."""
-
-    async def scenario() -> None:
-        frontend = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
-        endpoint = GenerateEndpoint(
-            text=TextFrontend(frontend=frontend, codec=WordTokenizer()), bodies=BodyReceiver(timeout_s=0.1)
-        )
-        app = Starlette(routes=[Route("/generate", endpoint, methods=["POST"])])
-        async with serving(app, linger_s=0.3) as url:
-            place = urlsplit(url)
-            reader, writer = await asyncio.open_connection(place.hostname, place.port)
-            writer.write(b"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-length: 100000\r\n\r\n")
-            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408 ")
-            num_sent = 0
-            while not reader.at_eof() and reader.exception() is None:
-                num_sent += 1
-                assert num_sent < 500, "the server still listens"
-                writer.write(b"x")
-                with suppress(asyncio.TimeoutError, ConnectionError):
-                    await asyncio.wait_for(reader.read(1000), 0.02)
-            writer.close()
-            assert num_sent > 2
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=60))
+    frontend = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
+    endpoint = GenerateEndpoint(
+        text=TextFrontend(frontend=frontend, codec=WordTokenizer()), bodies=BodyReceiver(timeout_s=0.1)
+    )
+    app = Starlette(routes=[Route("/generate", endpoint, methods=["POST"])])
+    async with serving(app, linger_s=0.3) as url:
+        place = urlsplit(url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-length: 100000\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408 ")
+        num_sent = 0
+        while not reader.at_eof() and reader.exception() is None:
+            num_sent += 1
+            assert num_sent < 500, "the server still listens"
+            writer.write(b"x")
+            with suppress(asyncio.TimeoutError, ConnectionError):
+                await asyncio.wait_for(reader.read(1000), 0.02)
+        writer.close()
+        assert num_sent > 2
 
 
 def test_a_client_that_reads_slowly_gets_its_whole_response() -> None:
@@ -303,18 +293,15 @@ def test_a_lack_of_descriptors_is_logged_once(caplog: pytest.LogCaptureFixture) 
     assert [record.getMessage()[:26] for record in caplog.records] == ["accepting HTTP connections", "another error"]
 
 
-def test_a_server_that_stops_accepting_still_serves_its_connections() -> None:
-    async def scenario() -> None:
-        with bind_http("127.0.0.1", 0) as listener:
-            async with open_http_server(APP, listener) as server, httpx.AsyncClient() as client:
-                assert (await client.get(server.url)).text == "hello"
-                server.stop_accepting()
-                assert (await client.get(server.url)).text == "hello"
-                place = urlsplit(server.url)
-                with pytest.raises(ConnectionRefusedError):
-                    await asyncio.open_connection(place.hostname, place.port)
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+async def test_a_server_that_stops_accepting_still_serves_its_connections() -> None:
+    with bind_http("127.0.0.1", 0) as listener:
+        async with open_http_server(APP, listener) as server, httpx.AsyncClient() as client:
+            assert (await client.get(server.url)).text == "hello"
+            server.stop_accepting()
+            assert (await client.get(server.url)).text == "hello"
+            place = urlsplit(server.url)
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection(place.hostname, place.port)
 
 
 def test_idle_connections_stay_open_for_longer_than_clients_use_them(monkeypatch: pytest.MonkeyPatch) -> None:

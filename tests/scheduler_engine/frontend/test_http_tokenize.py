@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import Any
 
-import httpx
 import pytest
+from kit.asgi import ask
 from kit.served import Served
 
 from scheduler_engine.engine.messages import unpack_tokens
@@ -16,15 +14,6 @@ MESSAGES = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": [{"type": "text", "text": "hi you"}]},
 ]
-
-
-def post(served: Served, *requests: tuple[str, Any]) -> list[httpx.Response]:
-    async def scenario() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(served.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return [await client.post(path, json=body) for path, body in requests]
-
-    return asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 @pytest.mark.parametrize(
@@ -39,14 +28,15 @@ def test_a_prompt_has_the_tokens_with_which_it_is_served(
     path: str, body: dict[str, object], question: dict[str, object], make_served: Callable[..., Served]
 ) -> None:
     served = make_served()
-    _, answer = post(served, (path, {**body, "max_tokens": 1}), ("/tokenize", question))
+    ask(served.app, path, json={**body, "max_tokens": 1})
+    answer = ask(served.app, "/tokenize", json=question)
     [submitted] = served.replicas[0].submitted
     tokens = list(unpack_tokens(submitted.input_ids))
     assert answer.json() == {"count": len(tokens), "max_model_len": None, "tokens": tokens}
 
 
 def test_an_empty_prompt_has_no_tokens(make_served: Callable[..., Served]) -> None:
-    [answer] = post(make_served(), ("/tokenize", {"prompt": ""}))
+    answer = ask(make_served().app, "/tokenize", json={"prompt": ""})
     assert (answer.status_code, answer.json()["tokens"]) == (200, [])
 
 
@@ -66,5 +56,5 @@ def test_an_empty_prompt_has_no_tokens(make_served: Callable[..., Served]) -> No
 def test_what_would_have_other_tokens_is_refused(
     body: dict[str, object], field: str, make_served: Callable[..., Served]
 ) -> None:
-    [answer] = post(make_served(), ("/tokenize", body))
+    answer = ask(make_served().app, "/tokenize", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

@@ -52,10 +52,6 @@ def test_a_completion_has_openais_defaults() -> None:
     assert completion().num_choices == 1
 
 
-def test_a_chat_without_a_limit_has_none() -> None:
-    assert chat().params().max_new_tokens is None
-
-
 @pytest.mark.parametrize(
     ("fields", "limit"),
     [
@@ -144,12 +140,6 @@ def test_a_value_out_of_bounds_is_no_body(fields: dict[str, Any]) -> None:
         completion(**fields)
 
 
-def test_logprobs_of_an_echoed_prompt_are_refused() -> None:
-    assert completion(echo=True).params() == completion(logprobs=None).params()
-    with pytest.raises(ConfigError, match="echo=True: with logprobs requests logprobs of the prompt"):
-        completion(echo=True, logprobs=0).params()
-
-
 @pytest.mark.parametrize(
     ("fields", "logprobs"),
     [
@@ -163,22 +153,12 @@ def test_logprobs_of_a_chat_are_counted_only_where_asked_for(fields: dict[str, A
     assert chat(**fields).params().sampling.logprobs == logprobs
 
 
-def test_top_logprobs_without_logprobs_are_refused() -> None:
-    with pytest.raises(ConfigError, match="top_logprobs=3: has no effect without logprobs"):
-        chat(top_logprobs=3).params()
-
-
 def test_the_parts_of_a_message_are_one_text() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": parts}, {"role": "assistant"}, {"role": "user", "content": "c"}]
     assert chat(messages=messages).chat_messages() == [
         ChatMessage("user", "a b"), ChatMessage("assistant", ""), ChatMessage("user", "c"),
     ]  # fmt: skip
-
-
-def test_a_picture_is_refused() -> None:
-    with pytest.raises(ConfigError, match="type='image_url': is not supported by this model; send text"):
-        chat(messages=[{"role": "user", "content": [{"type": "image_url", "text": "no"}]}]).chat_messages()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
+from kit.asgi import ask
 from kit.served import Served
 from kit.status_engine import StatusEngine
 from prometheus_client import CollectorRegistry
@@ -43,20 +42,10 @@ def make_routes() -> list[Route]:
     return [*routes, openapi_route(routes)]
 
 
-def fetch_document() -> dict[str, Any]:
-    async def fetch() -> dict[str, Any]:
-        transport = httpx.ASGITransport(Starlette(routes=make_routes()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            answer = await client.get("/openapi.json")
-        found: dict[str, Any] = answer.json()
-        return found
-
-    return asyncio.run(fetch())
-
-
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return fetch_document()
+    found: dict[str, Any] = ask(Starlette(routes=make_routes()), "/openapi.json", method="GET").json()
+    return found
 
 
 def test_every_method_of_every_route_is_described(document: dict[str, Any]) -> None:

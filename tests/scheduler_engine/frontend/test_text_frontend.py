@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
+from kit.asgi import ask
 
 from scheduler_components import ConfigError
 from scheduler_engine.device.sampling import SamplingParams
@@ -25,12 +24,7 @@ CODEC = WordTokenizer()
 def generate(served: Any, **body: Any) -> list[dict[str, Any]]:
     """The answer, or the answers of a stream."""
 
-    async def post() -> httpx.Response:
-        transport = httpx.ASGITransport(app=served.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return await client.post("/generate", json=body)
-
-    response = asyncio.run(asyncio.wait_for(post(), timeout=30))
+    response = ask(served.app, "/generate", json=body)
     assert response.status_code == 200, response.text
     if not body.get("stream"):
         return [response.json()]

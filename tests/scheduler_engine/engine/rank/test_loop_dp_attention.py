@@ -128,14 +128,14 @@ def open_hubs(sockets: RankSockets, size: int, timeout_s: float = 30.0) -> list[
 def test_a_peer_is_waiting_from_its_first_vector_until_the_collective_ends(sockets: RankSockets) -> None:
     hubs = open_hubs(sockets, 2)
     all_groups = [hub.parallel_groups(((0, 1),)) for hub in hubs]
-    assert not any(hub.is_peer_waiting for hub in hubs)
+    assert not any(hub.is_peer_waiting() for hub in hubs)
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(all_groups[0].all_reduce_min, "step", 5, step=1)
         assert hubs[1].inbox.poll(10_000)
-        assert hubs[1].is_peer_waiting
+        assert hubs[1].is_peer_waiting()
         assert all_groups[1].all_reduce_min("step", 3, step=1) == 3
         assert first.result() == 3
-    assert not any(hub.is_peer_waiting for hub in hubs)
+    assert not any(hub.is_peer_waiting() for hub in hubs)
 
 
 def test_an_early_vector_of_the_next_step_wakes_the_leader(sockets: RankSockets) -> None:
@@ -151,11 +151,11 @@ def test_an_early_vector_of_the_next_step_wakes_the_leader(sockets: RankSockets)
         wait_until(lambda: len(hubs[2]._vectors) == 2)  # the vectors of both steps have arrived
         direct.send(waiting.recv())
         assert first[2].result() == 0
-        assert hubs[2].is_peer_waiting
+        assert hubs[2].is_peer_waiting()
         hubs[1].peers[2] = direct
         rest = [threads.submit(all_groups[rank].all_reduce_min, "step", 8, step=2) for rank in (1, 2)]
         assert [each.result() for each in (again, *rest)] == [7, 7, 7]
-    assert not any(hub.is_peer_waiting for hub in hubs)
+    assert not any(hub.is_peer_waiting() for hub in hubs)
 
 
 def test_a_missing_replica_is_named_by_all_others(sockets: RankSockets) -> None:
@@ -216,7 +216,7 @@ class LeaderThread:
             sleeper=IdleSleeper([pull, hub.inbox], [self._stop_reader]),
             heartbeat=heartbeat,
             load_publisher=LoadPublisher(parallel=parallel, load=self.scheduler.load),
-            peers=hub,
+            is_peer_waiting=hub.is_peer_waiting,
         )
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
