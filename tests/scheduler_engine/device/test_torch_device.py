@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.reference_scheduler import drain
 from kit.searches import num_examples
 from transformers import PreTrainedModel
 
@@ -56,10 +57,7 @@ def make_scheduler(model: PreTrainedModel, **sizes: float) -> Scheduler:
 def serve(scheduler: Scheduler, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Request]:
     limits = SamplingLimits(max_new_tokens)
     requests = [Request(f"r{number}", prompt, limits) for number, prompt in enumerate(prompts)]
-    for request in requests:
-        scheduler.submit(request)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, *requests)
     return requests
 
 
@@ -95,8 +93,7 @@ def test_a_cached_prefix_is_not_computed_again(model: PreTrainedModel, judge: Gr
     again = Request("again", [*prompt, 9, 8, 7], SamplingLimits(4))
     scheduler.submit(again)
     assert scheduler.step().num_prefill_tokens == 53 - 48  # 12 pages of the prompt are whole
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler)
     expect_generate(judge, again)
 
 
@@ -118,9 +115,7 @@ def test_nan_logits_fail_only_their_request(model_folder: Path, judge: GreedyTex
     whole, failed, short = serve(scheduler, prompts, 6)
     assert (failed.finish_reason, failed.num_output_tokens) == (FinishReason.ERROR, 0)
     later = Request("later", random_prompt(5, 300), SamplingLimits(6))
-    scheduler.submit(later)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, later)
     for request in (whole, short, later):
         expect_generate(judge, request)
 
@@ -140,9 +135,7 @@ def test_nan_values_do_not_stay_in_the_pool(model_folder: Path) -> None:
 def test_logprobs_are_those_of_the_whole_text(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
     scheduler = make_scheduler(model, chunk_tokens=8)
     asks = Request("asks", random_prompt(1, 20), SamplingLimits(5), sampling=SamplingParams(logprobs=3))
-    scheduler.submit(asks)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, asks)
     output = asks.output_since(0)
     expected = judge.logits(asks.token_ids).log_softmax(dim=-1)[19:-1]
     assert output.logprobs == pytest.approx(
@@ -160,10 +153,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(model: PreTrainedModel) -> No
         sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=seed)
         wanted = Request("wanted", random_prompt(1, 21), SamplingLimits(8), sampling=sampling)
         neighbours = [Request(f"b{each}", random_prompt(each + 5, 30), SamplingLimits(9)) for each in range(others)]
-        for request in (*neighbours, wanted):
-            scheduler.submit(request)
-        for _ in scheduler.drain():
-            pass
+        drain(scheduler, *neighbours, wanted)
         return wanted.output_ids
 
     assert sample(7, others=0) == sample(7, others=3, chunk_tokens=5)

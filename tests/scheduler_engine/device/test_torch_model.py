@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kit.reference_scheduler import drain
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -119,10 +120,7 @@ def test_models_of_many_types_give_the_tokens_of_generate(
     requests = [
         Request(f"r{number}", prompt, SamplingLimits(6, ignore_eos=True)) for number, prompt in enumerate(prompts)
     ]
-    for request in requests:
-        scheduler.submit(request)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, *requests)
     judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     for request in requests:
         judge.expect(request.input_ids, request.output_ids, num_tokens=6)
@@ -326,9 +324,7 @@ def test_bfloat16_logits_are_close_to_float32(model_folder: Path, judge: GreedyT
     device = TorchDevice(model=load_model(spec), pool=pool)
     scheduler = Scheduler.compose(SchedulerConfig(page_size=4, kv_tokens=64), ParallelState(), device)
     request = Request("r", range(6, 40), SamplingLimits(8, ignore_eos=True))
-    scheduler.submit(request)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, request)
     logits = judge.logits(request.token_ids)[33:-1]
     behind = logits.max(dim=1).values - logits[range(8), torch.tensor(request.output_ids)]
     assert behind.max() < 0.05 * (logits.max() - logits.min())  # each choice was among the best, if not the best
