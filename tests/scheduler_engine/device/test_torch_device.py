@@ -1,4 +1,4 @@
-"""The device computes the tokens of transformers' ``generate`` for all chunks, batches and cached prefixes."""
+"""A broken row fails alone; draws and log probabilities are those of the text alone; decodes are grouped by length."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kit.reference_scheduler import drain
-from kit.searches import num_examples
 from transformers import PreTrainedModel
 
 from scheduler_components import ParallelState
@@ -67,43 +64,6 @@ def random_prompt(seed: int, num_tokens: int) -> list[int]:
 
 def expect_generate(judge: GreedyTextVerifier, request: Request) -> None:
     judge.expect(request.input_ids, request.output_ids, num_tokens=request.limits.max_new_tokens)
-
-
-@pytest.mark.soak
-@settings(deadline=None, max_examples=num_examples(1))
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60)), min_size=1, max_size=6),
-    st.integers(1, 40),
-    st.integers(1, 5),
-)
-def test_greedy_tokens_are_those_of_generate(
-    model: PreTrainedModel, judge: GreedyTextVerifier, shapes: list[tuple[int, int]], chunk_tokens: int, slots: int
-) -> None:
-    """Prompts of few families share prefixes, in chunks of any length, with decodes in the batches of prefills."""
-    prompts = [random_prompt(family, length) for family, length in shapes]
-    scheduler = make_scheduler(model, chunk_tokens=chunk_tokens, max_running_requests=slots)
-    for request in serve(scheduler, prompts, max_new_tokens=6):
-        expect_generate(judge, request)
-
-
-def test_a_cached_prefix_is_not_computed_again(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
-    prompt = random_prompt(1, 50)
-    scheduler = make_scheduler(model)
-    serve(scheduler, [prompt], 4)
-    again = Request("again", [*prompt, 9, 8, 7], SamplingLimits(4))
-    scheduler.submit(again)
-    assert scheduler.step().num_prefill_tokens == 53 - 48  # 12 pages of the prompt are whole
-    drain(scheduler)
-    expect_generate(judge, again)
-
-
-def test_retracted_requests_continue_with_the_same_text(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
-    prompts = [random_prompt(seed, 60) for seed in range(5)]
-    scheduler = make_scheduler(model, new_token_ratio=0.0, min_new_token_ratio=0.0)
-    requests = serve(scheduler, prompts, max_new_tokens=60)
-    assert sum(request.num_retractions for request in requests)
-    for request in requests:
-        expect_generate(judge, request)
 
 
 def test_nan_logits_fail_only_their_request(model_folder: Path, judge: GreedyTextVerifier) -> None:
