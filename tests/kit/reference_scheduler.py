@@ -20,6 +20,14 @@ from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSink
 PAGE_SIZE = 4
 
 
+def drain(scheduler: Scheduler, *requests: Request) -> None:
+    """Submit requests, and step until nothing is left to do."""
+    for request in requests:
+        scheduler.submit(request)
+    for _ in scheduler.drain():
+        pass
+
+
 class DrivenScheduler:
     """A reference scheduler with the methods that the checks call.
 

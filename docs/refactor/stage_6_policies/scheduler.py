@@ -18,8 +18,8 @@ from scheduler_components import (
 from scheduler_components.kv_events import open_event_publisher
 from scheduler_components.metrics import RateMeter
 from scheduler_components.ports import KvEventSink, MetricsSink
-from scheduler_components.preemption_policy import LatestArrival
-from scheduler_components.scheduling_policy import FirstComeFirstServed
+from scheduler_components.scheduling.preemption_policy import LatestArrival
+from scheduler_components.scheduling.scheduling_policy import FirstComeFirstServed
 from scheduler_components.values import LoadSnapshot, SchedulerCounters
 from serving_parts.batching import (
     Batch,

@@ -109,7 +109,7 @@ def test_ctrl_c_works_as_before_after_the_imports(command_line: Callable) -> Non
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["hicache-sim", "--seeds", "1", "--steps", "100"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["hicache-sim", "--seeds", "1", "--steps", "100"]])
 def test_a_reader_that_is_gone_ends_the_command_silently(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -12,6 +12,7 @@ import torch
 from kit.immediate_loader import ImmediateLoader
 from kit.lora_folders import merge_adapter, write_adapter
 from kit.model_bench import PROMPTS, ModelBench
+from kit.reference_scheduler import drain
 from safetensors.torch import load_file, save_file
 
 from scheduler_components import ConfigError
@@ -87,8 +88,7 @@ def test_a_batch_of_two_adapters_and_the_base_model_has_the_texts_of_merged_weig
             for place, prompt in enumerate(PROMPTS[:3])
             for name, judge in zip((None, "a", "b"), judges, strict=True)
         ]
-        for _ in bench.scheduler.drain():
-            pass
+        drain(bench.scheduler)
         for request, judge in served:
             assert request.num_output_tokens
             judge.expect_prefix(request.input_ids, request.output_ids)

@@ -1,4 +1,4 @@
-"""The device computes the tokens of transformers' ``generate`` for all chunks, batches and cached prefixes."""
+"""A broken row fails alone; draws and log probabilities are those of the text alone; decodes are grouped by length."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kit.searches import num_examples
+from kit.reference_scheduler import drain
 from transformers import PreTrainedModel
 
 from scheduler_components import ParallelState
@@ -56,10 +54,7 @@ def make_scheduler(model: PreTrainedModel, **sizes: float) -> Scheduler:
 def serve(scheduler: Scheduler, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Request]:
     limits = SamplingLimits(max_new_tokens)
     requests = [Request(f"r{number}", prompt, limits) for number, prompt in enumerate(prompts)]
-    for request in requests:
-        scheduler.submit(request)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, *requests)
     return requests
 
 
@@ -71,44 +66,6 @@ def expect_generate(judge: GreedyTextVerifier, request: Request) -> None:
     judge.expect(request.input_ids, request.output_ids, num_tokens=request.limits.max_new_tokens)
 
 
-@pytest.mark.soak
-@settings(deadline=None, max_examples=num_examples(1))
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60)), min_size=1, max_size=6),
-    st.integers(1, 40),
-    st.integers(1, 5),
-)
-def test_greedy_tokens_are_those_of_generate(
-    model: PreTrainedModel, judge: GreedyTextVerifier, shapes: list[tuple[int, int]], chunk_tokens: int, slots: int
-) -> None:
-    """Prompts of few families share prefixes, in chunks of any length, with decodes in the batches of prefills."""
-    prompts = [random_prompt(family, length) for family, length in shapes]
-    scheduler = make_scheduler(model, chunk_tokens=chunk_tokens, max_running_requests=slots)
-    for request in serve(scheduler, prompts, max_new_tokens=6):
-        expect_generate(judge, request)
-
-
-def test_a_cached_prefix_is_not_computed_again(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
-    prompt = random_prompt(1, 50)
-    scheduler = make_scheduler(model)
-    serve(scheduler, [prompt], 4)
-    again = Request("again", [*prompt, 9, 8, 7], SamplingLimits(4))
-    scheduler.submit(again)
-    assert scheduler.step().num_prefill_tokens == 53 - 48  # 12 pages of the prompt are whole
-    for _ in scheduler.drain():
-        pass
-    expect_generate(judge, again)
-
-
-def test_retracted_requests_continue_with_the_same_text(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
-    prompts = [random_prompt(seed, 60) for seed in range(5)]
-    scheduler = make_scheduler(model, new_token_ratio=0.0, min_new_token_ratio=0.0)
-    requests = serve(scheduler, prompts, max_new_tokens=60)
-    assert sum(request.num_retractions for request in requests)
-    for request in requests:
-        expect_generate(judge, request)
-
-
 def test_nan_logits_fail_only_their_request(model_folder: Path, judge: GreedyTextVerifier) -> None:
     """Also if the bad token is in an early chunk, and for later requests on its pages."""
     broken = load_model(inspect_model(model_folder))
@@ -118,9 +75,7 @@ def test_nan_logits_fail_only_their_request(model_folder: Path, judge: GreedyTex
     whole, failed, short = serve(scheduler, prompts, 6)
     assert (failed.finish_reason, failed.num_output_tokens) == (FinishReason.ERROR, 0)
     later = Request("later", random_prompt(5, 300), SamplingLimits(6))
-    scheduler.submit(later)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, later)
     for request in (whole, short, later):
         expect_generate(judge, request)
 
@@ -140,9 +95,7 @@ def test_nan_values_do_not_stay_in_the_pool(model_folder: Path) -> None:
 def test_logprobs_are_those_of_the_whole_text(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
     scheduler = make_scheduler(model, chunk_tokens=8)
     asks = Request("asks", random_prompt(1, 20), SamplingLimits(5), sampling=SamplingParams(logprobs=3))
-    scheduler.submit(asks)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, asks)
     output = asks.output_since(0)
     expected = judge.logits(asks.token_ids).log_softmax(dim=-1)[19:-1]
     assert output.logprobs == pytest.approx(
@@ -160,10 +113,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(model: PreTrainedModel) -> No
         sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=seed)
         wanted = Request("wanted", random_prompt(1, 21), SamplingLimits(8), sampling=sampling)
         neighbours = [Request(f"b{each}", random_prompt(each + 5, 30), SamplingLimits(9)) for each in range(others)]
-        for request in (*neighbours, wanted):
-            scheduler.submit(request)
-        for _ in scheduler.drain():
-            pass
+        drain(scheduler, *neighbours, wanted)
         return wanted.output_ids
 
     assert sample(7, others=0) == sample(7, others=3, chunk_tokens=5)

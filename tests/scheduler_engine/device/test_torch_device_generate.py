@@ -1,7 +1,8 @@
-"""For all actions of the cache, a request's text is that of transformers' ``generate`` with equal weights, in float32.
+"""What comes from a cache gives the text of transformers' ``generate`` with equal weights, in float32.
 
 Each test says what happened on the way, so that none passes because nothing did. Cached pages are compared as well,
-with the keys and values that transformers computes for their tokens.
+with the keys and values that transformers computes for their tokens. ``test_torch_device_machine.py`` has chunks,
+preemptions, evictions and aborts.
 """
 
 from __future__ import annotations
@@ -67,54 +68,6 @@ def test_the_same_prompt_again_computes_its_last_token_alone(open_bench: Callabl
     longer = (*prompt, *again.output_ids)
     (follow_up,) = bench.run((*longer, 33, 44))
     assert follow_up.num_cached_prompt_tokens == 24
-
-
-@pytest.mark.parametrize("chunk", [1, 3, PAGE_SIZE, 7])
-def test_a_prompt_in_chunks_has_the_same_text(open_bench: Callable[..., ModelBench], chunk: int) -> None:
-    """Chunks that end within pages and with them, in batches with decodes."""
-    bench = open_bench(kv_tokens=256, chunk_tokens=chunk, max_prefill_tokens=2 * chunk)
-    bench.run(*PROMPTS[5:9])
-    assert bench.num_chunks >= 8
-
-
-def test_requests_retracted_under_pressure_have_the_same_text(open_bench: Callable[..., ModelBench]) -> None:
-    """Retracted requests begin again behind what they had generated."""
-    bench = open_bench(kv_tokens=14 * PAGE_SIZE, max_running_requests=4)
-    requests = bench.run(*PROMPTS[::3], max_new_tokens=14)
-    assert sum(request.num_retractions for request in requests) > 1
-    assert bench.scheduler.request_metrics.stats().evicted_tokens_total > 0
-
-
-def test_all_are_retracted_in_the_middle(open_bench: Callable[..., ModelBench]) -> None:
-    bench = open_bench(kv_tokens=256)
-    requests = [bench.submit(prompt, 8) for prompt in PROMPTS[:3]]
-    for _ in range(5):
-        bench.step()
-    assert bench.scheduler.retract_all() == 3
-    bench.drain()
-    assert [request.num_retractions for request in requests] == [1, 1, 1]
-
-
-def test_aborts_keep_the_pages_of_other_requests(open_bench: Callable[..., ModelBench]) -> None:
-    """Aborted while they prefill, decode and wait; what they computed serves those who share it."""
-    bench = open_bench()
-    requests = [bench.submit(prompt, 8) for prompt in PROMPTS[:8]]
-    for request in requests[::2]:
-        bench.step()
-        bench.step()
-        bench.abort(request)
-    bench.run(*PROMPTS[:8:2])
-    ended = [request.finish_reason for request in requests]
-    assert ended.count(FinishReason.ABORT) >= 3
-    assert FinishReason.LENGTH in ended
-
-
-def test_evicted_prefixes_are_computed_again(open_bench: Callable[..., ModelBench]) -> None:
-    """Every page of the pool has been another prompt's before."""
-    bench = open_bench()
-    for _ in range(2):
-        bench.run(*PROMPTS)
-    assert bench.scheduler.request_metrics.stats().evicted_tokens_total > 4 * bench.config.kv_tokens
 
 
 def test_a_stop_token_ends_the_text_where_generate_ends_it(

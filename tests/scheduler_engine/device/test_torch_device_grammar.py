@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
+from kit.reference_scheduler import drain
 from kit.tiny_model import VOCABULARY
 from transformers import PreTrainedTokenizerFast
 
@@ -57,8 +58,7 @@ def serve(scheduler: Scheduler, compiled: CompiledGrammar, sampling: Sequence[Sa
         request.grammar = RequestGrammar(compiled, num_prompt_tokens=request.num_prompt_tokens)
         scheduler.submit(request)
         requests.append(request)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler)
     return requests
 
 
@@ -97,8 +97,7 @@ def test_requests_without_a_grammar_get_the_tokens_of_the_model(
         free = Request(rid, PROMPT, SamplingLimits(12, ignore_eos=True))
         scheduler.submit(free)
         serve(scheduler, compiled, [SamplingParams()] if rid == "next to it" else [])
-        for _ in scheduler.drain():
-            pass
+        drain(scheduler)
         judge.expect(free.input_ids, free.output_ids, num_tokens=12)
 
 

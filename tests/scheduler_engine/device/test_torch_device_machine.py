@@ -174,6 +174,7 @@ class ModelMachine(RuleBasedStateMachine):
             self.bench.close()
 
 
+@pytest.mark.soak
 def test_any_history_gives_the_text_of_generate(
     paged_model: PreTrainedModel, judge: GreedyTextVerifier, soaking: bool
 ) -> None:

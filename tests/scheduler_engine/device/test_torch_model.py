@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kit.reference_scheduler import drain
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -67,6 +68,22 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture
+def copied(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the small Llama, to edit."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+def edit_json(place: Path, **changes: object) -> None:
+    place.write_text(json.dumps(json.loads(place.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def refusal_of(path: Path, **options: Any) -> str:
     with pytest.raises(ConfigError) as refused:
         inspect_model(path, **{"allow_untested": True} | options)
@@ -103,10 +120,7 @@ def test_models_of_many_types_give_the_tokens_of_generate(
     requests = [
         Request(f"r{number}", prompt, SamplingLimits(6, ignore_eos=True)) for number, prompt in enumerate(prompts)
     ]
-    for request in requests:
-        scheduler.submit(request)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, *requests)
     judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     for request in requests:
         judge.expect(request.input_ids, request.output_ids, num_tokens=6)
@@ -143,16 +157,15 @@ def test_the_facts_of_a_model_are_read_from_its_folder(model_folder: Path) -> No
     assert (half.kv_bytes_per_token, half.weight_bytes) == (spec.kv_bytes_per_token // 2, spec.weight_bytes // 2)
 
 
-def test_several_tokens_may_end_an_answer(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_several_tokens_may_end_an_answer(copied: Path) -> None:
     """As generation_config.json has them, which ``generate`` obeys."""
-    shutil.copytree(make_model_folder(), tmp_path, dirs_exist_ok=True)
-    place = tmp_path / "generation_config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"eos_token_id": [2, 5]}))
-    assert inspect_model(tmp_path).tokens.eos_token_ids == (2, 5)
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"eos_token_id": ["x"]}))
-    assert "eos_token_id='x'" in refusal_of(tmp_path)
+    place = copied / "generation_config.json"
+    edit_json(place, eos_token_id=[2, 5])
+    assert inspect_model(copied).tokens.eos_token_ids == (2, 5)
+    edit_json(place, eos_token_id=["x"])
+    assert "eos_token_id='x'" in refusal_of(copied)
     place.write_text("{")
-    assert "generation_config.json" in refusal_of(tmp_path)
+    assert "generation_config.json" in refusal_of(copied)
 
 
 def test_the_identity_is_of_weights_and_configuration(make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -165,20 +178,18 @@ def test_the_identity_is_of_weights_and_configuration(make_model_folder: Callabl
 
 def test_an_untested_type_needs_the_consent_of_the_operator(make_folder: Callable[..., Path]) -> None:
     folder = make_folder("Llama")
-    place = folder / "config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"model_type": "stablelm"}))
+    edit_json(folder / "config.json", model_type="stablelm")
     assert "is of type 'stablelm', which was never compared" in refusal_of(folder, allow_untested=False)
 
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.99])
-def test_the_identity_depends_on_every_tensor(model_folder: Path, tmp_path: Path, place: float) -> None:
+def test_the_identity_depends_on_every_tensor(model_folder: Path, copied: Path, place: float) -> None:
     """Samples of a file missed a partial merge, and pages of one model were read for another."""
-    shutil.copytree(model_folder, tmp_path / "edited")
-    weights = tmp_path / "edited" / "model.safetensors"
+    weights = copied / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[int(len(content) * place)] ^= 1
     weights.write_bytes(content)
-    assert inspect_model(tmp_path / "edited").identity != inspect_model(model_folder).identity
+    assert inspect_model(copied).identity != inspect_model(model_folder).identity
 
 
 @pytest.mark.parametrize(
@@ -193,52 +204,30 @@ def test_the_identity_depends_on_every_tensor(model_folder: Path, tmp_path: Path
         ({"eos_token_id": [2, 320]}, "eos_token_id=320"),
     ],
 )
-def test_a_configuration_beyond_its_bounds_is_refused(
-    model_folder: Path, tmp_path: Path, change: dict[str, Any], why: str
-) -> None:
-    shutil.copytree(model_folder, tmp_path / "model")
-    place = tmp_path / "model" / "config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | change))
-    (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
-    assert why in refusal_of(tmp_path / "model")
+def test_a_configuration_beyond_its_bounds_is_refused(copied: Path, change: dict[str, Any], why: str) -> None:
+    edit_json(copied / "config.json", **change)
+    (copied / "generation_config.json").unlink(missing_ok=True)
+    assert why in refusal_of(copied)
 
 
 def test_code_in_a_models_folder_does_not_run_and_nothing_is_asked(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers asks on stdin whether to run it, and ran it after a `y`."""
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: ...\n")
+    (copied / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: ...\n")
     auto_map = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
-    place = folder / "config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"auto_map": auto_map, "model_type": "own"}))
+    edit_json(copied / "config.json", auto_map=auto_map, model_type="own")
 
     def ask(*_: object) -> str:
         raise AssertionError("stdin was read")
 
     monkeypatch.setattr("builtins.input", ask)
-    assert "is no model that transformers knows" in refusal_of(folder)
+    assert "is no model that transformers knows" in refusal_of(copied)
     assert not (tmp_path / "ran").exists()
 
 
-def test_weights_that_the_configuration_does_not_use_are_refused(model_folder: Path, tmp_path: Path) -> None:
-    """A model of three layers, of which the configuration names two."""
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"has 1 weights that its configuration does not use \(model.layers.2.mlp"):
-        load_model(inspect_model(folder))
-
-
-def _no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+def write(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
 
 
 def _cut_weights(folder: Path) -> None:
@@ -246,26 +235,12 @@ def _cut_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
-def _no_shard(folder: Path) -> None:
-    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _broken_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("[]")
-
-
-def _broken_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def _unknown_type(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "abacus"}')
-
-
 def _no_gguf(folder: Path) -> Path:
     (folder / "model.gguf").write_bytes(b"GGUF" + bytes(20))
     return folder / "model.gguf"
+
+
+SHARDS = json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}})
 
 
 @pytest.mark.parametrize(
@@ -273,22 +248,21 @@ def _no_gguf(folder: Path) -> Path:
     [
         (lambda folder: folder / "elsewhere", "is not there"),
         (lambda folder: folder / "config.json", "neither a folder nor a .gguf file"),
-        (_no_config, "has no config.json"),
-        (_no_weights, "has no *.safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no *.safetensors"),
         (_cut_weights, "has a broken model.safetensors"),
-        (_no_shard, "lacks model-00002-of-00002.safetensors"),
-        (_broken_index, "has an index that cannot be read"),
-        (_broken_config, "is no model that transformers knows"),
-        (_unknown_type, "is no model that transformers knows"),
+        (write("model.safetensors.index.json", SHARDS), "lacks model-00002-of-00002.safetensors"),
+        (write("model.safetensors.index.json", "[]"), "has an index that cannot be read"),
+        (write("config.json", "{"), "is no model that transformers knows"),
+        (write("config.json", '{"model_type": "abacus"}'), "is no model that transformers knows"),
         (_no_gguf, "is no model that transformers knows"),
     ],
 )
 def test_an_invalid_model_is_refused_before_it_is_loaded(
-    model_folder: Path, tmp_path: Path, breaks: Callable[[Path], Path | None], why: str
+    copied: Path, breaks: Callable[[Path], object], why: str
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    refusal = refusal_of(breaks(folder) or folder)
+    broken = breaks(copied)
+    refusal = refusal_of(broken if isinstance(broken, Path) else copied)
     assert refusal.startswith("model=")
     assert why in refusal
 
@@ -306,30 +280,26 @@ def test_a_device_that_cannot_compute_is_refused(model_folder: Path, options: di
     assert why in refusal_of(model_folder, **options)
 
 
-@pytest.mark.parametrize("change", ["missing", "mismatched"])
-def test_an_incomplete_model_is_refused(model_folder: Path, tmp_path: Path, change: str) -> None:
-    """transformers would draw what is missing at random."""
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.self_attn.k_proj.weight"
-    whole = tensors.pop(name)
-    if change == "mismatched":
-        tensors[name] = whole[:16].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="model=") as refused:
-        load_model(inspect_model(folder))
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+UNUSED = r"has 1 weights that its configuration does not use \(model.layers.2.mlp"
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (lambda tensors: tensors.pop(K_PROJ), "model="),  # transformers would draw it at random
+        (lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ][:16].clone()}), "model="),
+        (lambda tensors: tensors["model.norm.weight"].fill_(torch.nan), "logits that are not finite"),
+        # a model of three layers, of which the configuration names two
+        (lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": tensors[K_PROJ].clone()}), UNUSED),
+    ],
+    ids=["missing", "mismatched", "nan", "unused"],
+)
+def test_wrong_weights_are_refused(copied: Path, edit: Callable[[dict[str, torch.Tensor]], object], why: str) -> None:
+    edit_tensors(copied, edit)
+    with pytest.raises(ConfigError, match=why) as refused:
+        load_model(inspect_model(copied))
     assert "\n" not in str(refused.value)
-
-
-def test_nan_weights_are_refused(model_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"].fill_(torch.nan)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="logits that are not finite"):
-        load_model(inspect_model(folder))
 
 
 def test_a_model_with_other_masks_or_positions_is_found_by_its_logits(
@@ -354,9 +324,7 @@ def test_bfloat16_logits_are_close_to_float32(model_folder: Path, judge: GreedyT
     device = TorchDevice(model=load_model(spec), pool=pool)
     scheduler = Scheduler.compose(SchedulerConfig(page_size=4, kv_tokens=64), ParallelState(), device)
     request = Request("r", range(6, 40), SamplingLimits(8, ignore_eos=True))
-    scheduler.submit(request)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, request)
     logits = judge.logits(request.token_ids)[33:-1]
     behind = logits.max(dim=1).values - logits[range(8), torch.tensor(request.output_ids)]
     assert behind.max() < 0.05 * (logits.max() - logits.min())  # each choice was among the best, if not the best

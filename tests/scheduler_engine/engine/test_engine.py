@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from observability.kv_stream import Tier, open_async_subscriber, parse_addresses, parse_worker_url
 from scheduler_components import ConfigError, DecodeError
+from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.load import open_zmq_load_reader
 from scheduler_components.values import ReceiverStats
@@ -29,6 +30,7 @@ from scheduler_engine.engine.config import (
     EngineConfig,
     EnginePaths,
     HiCacheConfig,
+    IntegrityConfig,
     RankConfig,
     SchedulerConfig,
 )
@@ -94,13 +96,14 @@ RunScenario = Callable[[Callable[[Engine], Awaitable[None]]], None]
 
 
 @pytest.fixture(scope="module")
-def run_on_shared_engine() -> Iterator[RunScenario]:
+def run_on_shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunScenario]:
     """Run scenarios that leave an engine idle on one engine, because a start costs seconds.
 
     Its event loop has its own thread, so that the engine receives heartbeats between the scenarios. It is so slow that
     a long request takes seconds: a busy machine acts before its last token.
     """
     with ExitStack() as stack:
+        profiles = str(tmp_path_factory.mktemp("profiles"))
         directory = stack.enter_context(empty_afterwards())
         loop = asyncio.new_event_loop()
         stack.callback(loop.close)
@@ -114,7 +117,7 @@ def run_on_shared_engine() -> Iterator[RunScenario]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tempfile, "tempdir", directory)
-            config = attrs.evolve(SMALL, speed=1.0, kv_events=default_kv_events(SMALL))
+            config = attrs.evolve(SMALL, speed=1.0, kv_events=default_kv_events(SMALL), profile_directory=profiles)
             opened = open_engine(config, show=lambda _: None)
             engine = run(opened.__aenter__())
         stack.callback(lambda: run(opened.__aexit__(None, None, None)))
@@ -205,10 +208,28 @@ def test_without_the_option_an_engine_has_no_route_of_its_kv_pool(run_on_shared_
     run_on_shared_engine(scenario)
 
 
-def test_an_engine_without_a_directory_records_no_profiles(run_on_shared_engine: RunScenario) -> None:
+def test_every_rank_reads_sets_and_records(run_on_shared_engine: RunScenario) -> None:
     async def scenario(engine: Engine) -> None:
-        with pytest.raises(ConfigError, match="--profile-directory"):
-            await engine.ask("start_profile")
+        app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
+        async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
+            before = (await client.get("/get_internal_state")).json()["internal_states"][0]["chunk_tokens"]
+            for value in (8, before):
+                response = await client.post("/set_internal_state", json={"server_args": {"chunk_tokens": value}})
+                assert response.json() == {"updated": True, "server_args": {"chunk_tokens": value}}
+                states = (await client.get("/get_internal_state")).json()["internal_states"]
+                assert [state["chunk_tokens"] for state in states] == [value] * 2
+            for body in ({"server_args": {"page_size": 8}}, {"chunk_tokens": 8}, []):
+                refused = await client.post("/set_internal_state", json=body)
+                assert refused.status_code == 400, refused.text
+            read_only = await client.put("/set_internal_state", json={"server_args": {"page_size": 8}})
+            assert "can be read but not set" in read_only.text
+            assert (await client.post("/start_profile", json={"num_steps": 0})).status_code == 400
+            started = await client.post("/start_profile", json={"profile_id": "p", "num_steps": 2})
+            assert started.status_code == 200, started.text
+            assert len(await generate(engine, make_request(range(40), 4))) == 4
+            traces = [Path(trace) for trace in (await client.post("/stop_profile")).json()["traces"]]
+        assert [trace.name for trace in traces] == ["p-rank0.folded", "p-rank1.folded"]
+        assert all("run_rank (process.py:" in trace.read_text() for trace in traces)
 
     run_on_shared_engine(scenario)
 
@@ -424,6 +445,8 @@ def test_a_closed_request_frees_its_pages(run_on_shared_engine: RunScenario) -> 
 @pytest.mark.parametrize("tp_rank", [0, pytest.param(1, marks=pytest.mark.soak_only)])
 def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: int) -> None:
     async def scenario(engine: Engine) -> None:
+        with pytest.raises(ConfigError, match="--profile-directory"):
+            await engine.ask("start_profile")
         os.kill(engine.ranks[tp_rank].process.pid, signal.SIGKILL)
         with pytest.raises(EngineFailedError, match=f"tp{tp_rank}.* was killed by signal 9"):
             await engine.run(asyncio.Event().wait())
@@ -492,7 +515,10 @@ def test_an_exception_of_the_caller_stops_the_engine(private_tmp: Path) -> None:
 
 
 def test_a_configuration_survives_encoding() -> None:
-    config = RankConfig(attrs.evolve(SMALL, kv_events="{}"), 3, EnginePaths("/tmp/x"))
+    checks = CheckPolicy(action="dump", count_every_steps=3)
+    integrity = IntegrityConfig(checks=checks, owners_one_in=4, follows_events=True, stall_after_s=2.5)
+    settings = attrs.evolve(SMALL, kv_events="{}", scheduler=SchedulerConfig(integrity=integrity))
+    config = RankConfig(settings, 3, EnginePaths("/tmp/x"))
     assert RankConfig.from_json(config.to_json()) == config
     with pytest.raises(DecodeError):
         RankConfig.from_json(b"{}")

@@ -32,14 +32,21 @@ UP, NOT_READY, DOWN = EngineState.UP, EngineState.NOT_READY, EngineState.DOWN
 NO_FIELDS = RoutingFields()
 
 
-def run(scenario: Callable[[Fleet], Awaitable[Any]], *engines: FakeEngine, **settings: Any) -> Any:
+def run(scenario: Callable[[Fleet], Awaitable[Any]], *engines: FakeEngine, waits: bool = True, **settings: Any) -> Any:
+    """Run a scenario when all engines are ready, or immediately."""
+
     async def with_a_fleet() -> Any:
         async with AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(served_engine(engine)) for engine in engines]
             fleet = await stack.enter_async_context(following(*urls, **settings))
+            await until(lambda: not waits or fleet.num_ready == len(engines))
             return await scenario(fleet)
 
     return asyncio.run(asyncio.wait_for(with_a_fleet(), 60))
+
+
+async def becomes_ready(_: Fleet) -> None:
+    """A scenario of which the beginning is all."""
 
 
 async def place(fleet: Fleet, tokens: Sequence[int], fields: RoutingFields) -> RequestRoute | None:
@@ -56,12 +63,11 @@ def test_engines_are_found_and_each_rank_is_a_replica() -> None:
         await until(lambda: fleet.num_ready == 2)
         return [list(engine.replicas) for engine in fleet.engines]
 
-    assert run(scenario, FakeEngine(dp_size=2), FakeEngine()) == [[0, 1], [0]]
+    assert run(scenario, FakeEngine(dp_size=2), FakeEngine(), waits=False) == [[0, 1], [0]]
 
 
 def test_requests_of_one_prompt_go_to_one_replica_and_others_are_spread() -> None:
     async def scenario(fleet: Fleet) -> None:
-        await until(lambda: fleet.num_ready == 2)
         placed = [await place(fleet, range(first, first + 64), NO_FIELDS) for first in (0, 1000, 0, 1000)]
         numbers = [each.engine.number for each in placed if each is not None]
         assert numbers[0] != numbers[1]
@@ -83,7 +89,7 @@ def test_the_reported_load_decides_where_nothing_is_cached() -> None:
         placed = [await place(fleet, [number], NO_FIELDS) for number in range(4)]
         return [each.engine.number for each in placed if each is not None]
 
-    assert run(scenario, *engines) == [1, 1, 1, 1]
+    assert run(scenario, *engines, waits=False) == [1, 1, 1, 1]
 
 
 def test_a_report_counts_the_requests_that_were_sent_a_little_before_it() -> None:
@@ -91,7 +97,6 @@ def test_a_report_counts_the_requests_that_were_sent_a_little_before_it() -> Non
     engine = FakeEngine()
 
     async def scenario(fleet: Fleet) -> tuple[int, int]:
-        await until(lambda: fleet.num_ready)
         placed = await place(fleet, range(64), NO_FIELDS)
         assert placed is not None
         before = len(placed.replica.uncounted)
@@ -107,7 +112,6 @@ def test_a_request_counts_once_also_if_a_report_was_ignored_after_it() -> None:
     engine = FakeEngine(loads=[{"dp_rank": 0, "sequence": 1}])
 
     async def scenario(fleet: Fleet) -> tuple[float, int]:
-        await until(lambda: fleet.num_ready)
         placed, router = await place(fleet, range(64), NO_FIELDS), fleet._router
         assert placed is not None
         assert router is not None
@@ -127,7 +131,6 @@ def test_an_adapter_that_is_loaded_costs_no_request_and_no_session() -> None:
     engine = FakeEngine()
 
     async def scenario(fleet: Fleet) -> None:
-        await until(lambda: fleet.num_ready)
         [found] = fleet.engines
         placed = await place(fleet, range(64), NO_FIELDS)
         assert placed is not None
@@ -143,11 +146,7 @@ def test_an_adapter_that_is_loaded_costs_no_request_and_no_session() -> None:
 def test_an_engine_whose_models_cannot_be_listed_serves_all_the_same() -> None:
     engine = FakeEngine()
 
-    async def begins(fleet: Fleet) -> None:
-        await until(lambda: fleet.num_ready)
-
     async def scenario(fleet: Fleet) -> None:
-        await until(lambda: fleet.num_ready)
         [found] = fleet.engines
         listed = dict(found.models)
         num_asked = engine.asked.count("/v1/models")
@@ -156,7 +155,7 @@ def test_an_engine_whose_models_cannot_be_listed_serves_all_the_same() -> None:
         assert (found.state, found.num_times_lost, dict(found.models)) == (UP, 0, listed)
 
     run(scenario, engine, description_interval_s=0.02, max_failed_polls=2)
-    run(begins, FakeEngine(pages={"/v1/models": says({}, 500)}))
+    run(becomes_ready, FakeEngine(pages={"/v1/models": says({}, 500)}))
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/model_info"])
@@ -164,7 +163,6 @@ def test_a_page_that_fails_a_few_times_does_not_cost_the_engine(path: str) -> No
     engine = FakeEngine()
 
     async def scenario(fleet: Fleet) -> None:
-        await until(lambda: fleet.num_ready)
         [found] = fleet.engines
         num_asked = engine.asked.count(path)
         engine.pages[path] = says({}, 500)
@@ -182,7 +180,6 @@ def test_an_engine_that_describes_other_ranks_is_followed_again() -> None:
     engine = FakeEngine()
 
     async def scenario(fleet: Fleet) -> None:
-        await until(lambda: fleet.num_ready)
         engine.dp_size = 2
         await until(lambda: list(fleet.engines[0].replicas) == [0, 1])
 
@@ -193,7 +190,6 @@ def test_the_session_that_was_not_used_for_the_longest_time_is_forgotten(monkeyp
     monkeypatch.setattr(http_fleet, "_MAX_SESSIONS", 2)
 
     async def scenario(fleet: Fleet) -> None:
-        await until(lambda: fleet.num_ready)
         [engine] = fleet.engines
         assert [fleet.add_session(name, engine) for name in ("a", "b", "a", "x" * 257)] == [True, True, False, False]
         assert await place(fleet, (), RoutingFields(open_session="a")) is not None
@@ -209,7 +205,6 @@ def test_an_engine_that_is_not_ready_gets_nothing_until_it_is() -> None:
     first, second = FakeEngine(), FakeEngine()
 
     async def scenario(fleet: Fleet) -> None:
-        await until(lambda: fleet.num_ready == 2)
         first.is_ready = False
         await until(lambda: states(fleet) == [NOT_READY, UP])
         placed = [await place(fleet, [number], NO_FIELDS) for number in range(4)]
@@ -228,10 +223,7 @@ def test_an_engine_without_ready_and_loads_is_asked_for_its_health() -> None:
     missing = says({}, 404)
     engine = FakeEngine(pages={"/ready": missing, "/v1/loads": missing, "/model_info": missing, "/health": says({})})
 
-    async def scenario(fleet: Fleet) -> None:
-        await until(lambda: fleet.num_ready)
-
-    run(scenario, engine)
+    run(becomes_ready, engine)
 
 
 def test_an_engine_that_stops_is_taken_out_and_found_again_on_its_port() -> None:
@@ -262,7 +254,9 @@ def test_an_engine_with_another_page_size_gets_nothing_and_says_why() -> None:
         await until(lambda: fleet.num_ready == 1 and any("page size" in engine.problem for engine in fleet.engines))
         return next(engine.problem for engine in fleet.engines if engine.problem)
 
-    assert "start all engines with one page size" in run(scenario, FakeEngine(page_size=4), FakeEngine(page_size=8))
+    assert "start all engines with one page size" in run(
+        scenario, FakeEngine(page_size=4), FakeEngine(page_size=8), waits=False
+    )
 
 
 WRONG_ANSWERS: dict[str, tuple[str, object]] = {
@@ -285,7 +279,7 @@ def test_an_engine_with_wrong_answers_gets_nothing_and_the_others_go_on(case: st
         assert states(fleet) == [DOWN, UP]
         assert fleet.engines[0].problem != "has not answered yet"
 
-    run(scenario, bad, FakeEngine())
+    run(scenario, bad, FakeEngine(), waits=False)
 
 
 @pytest.mark.parametrize("load", [[1], [{"dp_rank": "x"}], [{"dp_rank": 7}], [{}] * 2000])
@@ -296,7 +290,7 @@ def test_wrong_loads_cost_nothing_but_themselves(load: list[object]) -> None:
         await until(lambda: engine.asked.count("/v1/loads") > 2)
         assert states(fleet) == [UP]
 
-    run(scenario, engine)
+    run(scenario, engine, waits=False)
 
 
 def test_tokens_come_from_the_engines_in_turn() -> None:
@@ -304,7 +298,6 @@ def test_tokens_come_from_the_engines_in_turn() -> None:
     fields = RoutingFields(tokenize_body=b'{"prompt": "a b"}')
 
     async def scenario(fleet: Fleet) -> list[object]:
-        await until(lambda: fleet.num_ready == 2)
         return [await fleet.tokens_of(fields) for _ in range(4)]
 
     assert [list(tokens) for tokens in run(scenario, *engines)] == [[1, 2]] * 4
@@ -316,7 +309,6 @@ def test_a_prompt_whose_tokens_no_engine_says_is_routed_by_load(tokens: Any) -> 
     fields = RoutingFields(tokenize_body=b'{"prompt": "a b"}')
 
     async def scenario(fleet: Fleet) -> tuple[object, int]:
-        await until(lambda: fleet.num_ready)
         found = await fleet.tokens_of(fields)
         assert await place(fleet, found, fields) is not None
         return found, fleet.num_unknown_prompts
@@ -330,7 +322,6 @@ def test_a_question_for_tokens_is_not_repeated_at_an_engine_that_may_fail_in_the
     engines = [FakeEngine(pages={"/tokenize": holds(never)}) for _ in range(3)]
 
     async def scenario(fleet: Fleet) -> object:
-        await until(lambda: fleet.num_ready == 3)
         found = await fleet.tokens_of(RoutingFields(tokenize_body=b'{"prompt": "a"}'))
         never.set()
         return found
@@ -350,7 +341,6 @@ def test_a_text_of_any_length_is_not_tokenized() -> None:
     engine = FakeEngine(tokens=[1])
 
     async def scenario(fleet: Fleet) -> tuple[int, int]:
-        await until(lambda: fleet.num_ready)
         prompt = await fleet.prompt_of(RoutingFields(tokenize_body=b" " * (4 * 2**20 + 1)))
         return len(prompt.token_ids), fleet.num_unknown_prompts
 
@@ -362,7 +352,6 @@ def test_a_flood_of_tokens_is_cut_off() -> None:
     fields = RoutingFields(tokenize_body=b'{"prompt": "a"}')
 
     async def scenario(fleet: Fleet) -> object:
-        await until(lambda: fleet.num_ready)
         return await fleet.tokens_of(fields)
 
     assert run(scenario, FakeEngine(tokens=[2**31] * 100_000)) == ()
@@ -372,7 +361,6 @@ def test_a_model_that_is_an_adapter_counts_as_one() -> None:
     engines = FakeEngine(adapters=("poet",)), FakeEngine(adapters=("poet",))
 
     async def scenario(fleet: Fleet) -> list[int]:
-        await until(lambda: fleet.num_ready == 2)
         placed = [await place(fleet, [number], RoutingFields(model="poet")) for number in range(4)]
         return [each.engine.number for each in placed if each is not None]
 
@@ -418,7 +406,6 @@ def test_all_questions_for_the_tokens_of_a_prompt_have_one_limit_of_time() -> No
     """Each engine may refuse late, and there may be 256 of them."""
 
     async def scenario(fleet: Fleet) -> tuple[object, int, int]:
-        await until(lambda: fleet.num_ready == 3)
         client = Patient(fleet.engines[0].client)
         for engine in fleet.engines:
             engine.client = client  # type: ignore[assignment]
@@ -431,7 +418,6 @@ def test_all_questions_for_the_tokens_of_a_prompt_have_one_limit_of_time() -> No
 
 def test_tokens_for_which_there_is_no_memory_are_unknown() -> None:
     async def scenario(fleet: Fleet) -> tuple[object, int, int]:
-        await until(lambda: fleet.num_ready)
         fields = RoutingFields(tokenize_body=b'{"prompt": "a"}')
         with fleet.answers.open() as other:
             other.resize(2**16 + 1)
@@ -457,7 +443,6 @@ def test_a_long_prompt_is_hashed_while_others_are_placed_and_events_are_applied(
     monkeypatch.setattr(hashed_prompt, "hash_pages", slow)
 
     async def scenario(fleet: Fleet) -> int:
-        await until(lambda: fleet.num_ready)
         router = fleet._router
         assert router is not None
         placing = asyncio.create_task(place(fleet, range(2**14 + 4), NO_FIELDS))
@@ -497,7 +482,6 @@ def test_blocks_of_updated_weights_are_found_by_what_the_stream_says(stack: Exit
             return bool(fleet._router.view.match_lengths(hashes))
 
     async def scenario(fleet: Fleet) -> list[int]:
-        await until(lambda: fleet.num_ready == 2)
         found: list[int] = []
         for namespace in (DEFAULT_NAMESPACE, space, weight_namespace("v3")):
             publish(namespace)
@@ -516,7 +500,6 @@ def test_a_request_of_an_adapter_may_go_to_an_engine_that_lists_no_adapters() ->
     engines = FakeEngine(adapters=("poet",)), FakeEngine(pages={"/model_info": says({}, 404)}), FakeEngine()
 
     async def scenario(fleet: Fleet) -> list[int]:
-        await until(lambda: fleet.num_ready == 3)
         prompt, fields = HashedPrompt(token_ids=[1], page_size=4), RoutingFields(lora="poet")
         placed = [await fleet.place(prompt, fields, exclude=fleet.engines[:1]) for _ in range(3)]
         return [each.engine.number for each in placed if each is not None]
@@ -528,7 +511,6 @@ def test_a_request_of_an_adapter_goes_to_an_engine_that_lists_it() -> None:
     engines = FakeEngine(), FakeEngine(adapters=("poet",)), FakeEngine()
 
     async def scenario(fleet: Fleet) -> list[int]:
-        await until(lambda: fleet.num_ready == 3)
         fields = [RoutingFields(model="poet"), RoutingFields(lora="poet"), RoutingFields(lora="unknown")] * 2
         placed = [await place(fleet, [number], each) for number, each in enumerate(fields)]
         return [each.engine.number for each in placed if each is not None]

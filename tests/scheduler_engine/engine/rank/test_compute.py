@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.reference_scheduler import drain
 
 from scheduler_components import ConfigError
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
@@ -41,9 +42,7 @@ def test_a_rank_serves_the_model_that_the_command_line_names(model_folder: Path,
     assert device.pool.num_pages == engine.scheduler.kv_pages
     scheduler = Scheduler.compose(config.engine.scheduler, parallel, device.device)
     request = Request("r", range(6, 50), SamplingLimits(8, ignore_eos=True))
-    scheduler.submit(request)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler, request)
     judge.expect(request.input_ids, request.output_ids, num_tokens=8)
     assert engine.model_name == model_folder.name
     with pytest.raises(ConfigError, match="context has 512"):

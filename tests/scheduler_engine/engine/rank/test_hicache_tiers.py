@@ -14,6 +14,7 @@ from threading import Semaphore
 from zlib import crc32
 
 import pytest
+from kit.reference_scheduler import drain
 
 pytest.importorskip("torch", reason="needs torch: pip install scheduler-components[torch]")
 
@@ -103,9 +104,7 @@ class Run:
         for prompt in prompts:
             self._num_served += 1
             rid = f"r{self._num_served}"
-            self.scheduler.submit(Request(rid, prompt, SamplingLimits(max_new_tokens=3)))
-            for _ in self.scheduler.drain():
-                pass
+            drain(self.scheduler, Request(rid, prompt, SamplingLimits(max_new_tokens=3)))
         assert not self.scheduler.results.failures.total
 
     @property
@@ -274,15 +273,11 @@ def test_a_load_that_fails_fails_the_requests_that_read_it_and_nothing_else(
         failed = Request("failed", PROMPTS[0], SamplingLimits(max_new_tokens=3))
         with monkeypatch.context() as broken:
             broken.setattr(TorchDeviceMemory, "copy_to_device", fail_in_the_middle)
-            run.scheduler.submit(failed)
-            for _ in run.scheduler.drain():
-                pass
+            drain(run.scheduler, failed)
         assert failed.finish_reason == FinishReason.ERROR
         assert "failed while requests use its pages" in caplog.text
         run.scheduler.cache.check_integrity()
         assert not run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens
-        run.scheduler.submit(Request("next", PROMPTS[0], SamplingLimits(max_new_tokens=3)))
-        for _ in run.scheduler.drain():
-            pass
+        drain(run.scheduler, Request("next", PROMPTS[0], SamplingLimits(max_new_tokens=3)))
         assert run.scheduler.results.failures.total == 1
         assert run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens == 40

@@ -444,11 +444,3 @@ def test_statistics_are_written_before_the_replica_reports_idle(sockets: Replica
     assert loads[-1] == (0, 0)
     assert all(written == running for running, written in loads)
     assert rank.stats.sent[-1].counters.generation_tokens_total == 3
-
-
-def test_load_reports_of_a_busy_replica_are_throttled(sockets: ReplicaSockets) -> None:
-    rank = ExecutorRank(sockets, 0, last_batch=200)
-    lead(sockets, rank, [submit("a", max_new_tokens=200)], [])
-    pacer = rank.load_publisher.pacer
-    assert len(rank.reports(LoadReport)) == pacer.sent
-    assert pacer.sent + pacer.throttled + pacer.unchanged >= 200

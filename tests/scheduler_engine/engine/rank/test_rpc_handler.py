@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
-import attrs
-import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.internal_state import InternalState
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
-from scheduler_engine.engine.config import EngineConfig, SchedulerConfig
-from scheduler_engine.engine.engine import open_engine
-from scheduler_engine.engine.http_app import make_app
-from scheduler_engine.engine.messages import pack_tokens
+from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.rpc_handler import RpcHandler
 from scheduler_engine.engine.scheduler.request import Request
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
-from scheduler_engine.frontend.frontend import GenerateReqInput
-
-pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=1024, max_running_requests=4)
 
@@ -95,34 +83,3 @@ def test_a_new_ratio_takes_effect_immediately_and_other_changes_keep_it(
     assert scheduler.batcher.conditions.new_token_ratio.current == decayed
     control.answer("set_internal_state", b'{"new_token_ratio": 0.5}')
     assert control.answer("get_internal_state", b"")["new_token_ratio_now"] == 0.5
-
-
-def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -> None:
-    config = EngineConfig(dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=CONFIG, speed=20.0)
-
-    async def scenario() -> None:
-        async with open_engine(attrs.evolve(config, profile_directory=str(tmp_path)), show=print) as engine:
-            app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
-            async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
-                response = await client.post("/set_internal_state", json={"server_args": {"chunk_tokens": 8}})
-                assert response.json() == {"updated": True, "server_args": {"chunk_tokens": 8}}
-                states = (await client.get("/get_internal_state")).json()["internal_states"]
-                assert [state["chunk_tokens"] for state in states] == [8, 8]
-                for body in ({"server_args": {"page_size": 8}}, {"chunk_tokens": 8}, []):
-                    refused = await client.post("/set_internal_state", json=body)
-                    assert refused.status_code == 400, refused.text
-                assert (
-                    "can be read but not set"
-                    in (await client.put("/set_internal_state", json={"server_args": {"page_size": 8}})).text
-                )
-                assert (await client.post("/start_profile", json={"num_steps": 0})).status_code == 400
-                started = await client.post("/start_profile", json={"profile_id": "p", "num_steps": 2})
-                assert started.status_code == 200, started.text
-                request = GenerateReqInput(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=4))
-                async with engine.frontend.open_request(request) as stream:
-                    assert sum([len(delta.output.token_ids) async for delta in stream]) == 4
-                traces = (await client.post("/stop_profile")).json()["traces"]
-        assert [Path(trace).name for trace in traces] == ["p-rank0.folded", "p-rank1.folded"]
-        assert all("run_rank (process.py:" in Path(trace).read_text() for trace in traces)
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=60))

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.reference_scheduler import drain
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.internal_state import InternalState, StateValue
@@ -106,8 +107,7 @@ def test_no_accepted_setting_makes_a_step_raise(trace: list[tuple[dict[str, Stat
             assert rank.rpc.answer("get_internal_state", b"") == before
         rank.serve(num_requests, num_steps)
     rank.set({"max_prefill_tokens": 64})  # a single token per step would take long
-    for _ in rank.scheduler.drain():
-        pass
+    drain(rank.scheduler)
     checks = rank.scheduler.integrity.checker.stats()
     assert (checks.problems, checks.checks_failed) == (0, 0)
 
@@ -145,5 +145,4 @@ def test_a_lowered_number_of_slots_is_no_violation_while_more_requests_run() -> 
     assert len(rank.scheduler.queues.running) == 3
     assert rank.set({"max_running_requests": 1})
     rank.serve(num_requests=1, num_steps=2)
-    for _ in rank.scheduler.drain():
-        pass
+    drain(rank.scheduler)

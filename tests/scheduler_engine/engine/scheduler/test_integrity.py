@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import attrs
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,9 +18,7 @@ from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import (
     EngineConfig,
-    EnginePaths,
     IntegrityConfig,
-    RankConfig,
     SchedulerConfig,
 )
 from scheduler_engine.engine.engine import open_engine
@@ -69,14 +66,6 @@ def test_a_stalled_rank_is_reported_over_http_and_with_its_stacks(private_tmp: P
 
     asyncio.run(asyncio.wait_for(whole(), timeout=60))
     assert any("has made no progress for" in line and "phase device" in line for line in lines)
-
-
-def test_the_options_of_the_checks_reach_a_rank() -> None:
-    integrity = IntegrityConfig(
-        checks=CheckPolicy(action="dump", count_every_steps=3), owners_one_in=4, follows_events=True, stall_after_s=2.5
-    )
-    config = RankConfig(attrs.evolve(SLOW, scheduler=SchedulerConfig(integrity=integrity)), 0, EnginePaths("x"))
-    assert RankConfig.from_json(config.to_json()) == config
 
 
 def test_a_slow_device_has_a_longer_stall_timeout() -> None:

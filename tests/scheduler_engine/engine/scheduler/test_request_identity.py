@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kit.immediate_loader import ImmediateLoader
+from kit.reference_scheduler import drain
 
 from scheduler_components import ParallelState
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
@@ -57,9 +58,7 @@ def test_adapters_share_no_page_and_events_carry_adapter_and_session() -> None:
     )
     served = [a_request("a"), a_request("b", 1), a_request("c", 2), a_request("d", 1, "s"), a_request("e", None, "s")]
     for request in served:
-        scheduler.submit(request)
-        for _ in scheduler.drain():
-            pass
+        drain(scheduler, request)
     assert [request.num_cached_prompt_tokens for request in served] == [0, 0, 0, 8, 8]
     stored = [event for batch in events.batches for event in batch.events if isinstance(event, BlockStored)]
     names = {(event.lora_id, event.lora_name) for event in stored}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from kit.reference_scheduler import drain
 
 from scheduler_components import AllBlocksCleared, CacheIntegrityError, ParallelState
 from scheduler_components.metrics.forward_pass_metrics import decode_forward_pass, encode_forward_pass
@@ -151,9 +152,7 @@ def test_each_batch_is_reported_to_planners_whose_fit_is_the_schedulers_own() ->
     )
     fit = PrefillLatencyFit()
     for length in (20, 37, 64, 61):
-        scheduler.submit(Request(f"r{length}", range(length), SamplingLimits(max_new_tokens=3)))
-        for _ in scheduler.drain():
-            pass
+        drain(scheduler, Request(f"r{length}", range(length), SamplingLimits(max_new_tokens=3)))
         scheduler.clear_cache()
     for metrics in passes.sent:
         fit.observe_metrics(decode_forward_pass(encode_forward_pass(metrics)))

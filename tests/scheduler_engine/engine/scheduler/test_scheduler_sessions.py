@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kit.reference_scheduler import drain
+
 from scheduler_components import ParallelState
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.values import SessionParams
@@ -31,8 +33,7 @@ def serve(
     whole = tokens if session is None else scheduler.sessions.extend(session, tokens)
     request = Request(rid, whole, SamplingLimits(max_new_tokens=max_new_tokens))
     scheduler.submit(request, session)
-    for _ in scheduler.drain():
-        pass
+    drain(scheduler)
     return request
 
 
