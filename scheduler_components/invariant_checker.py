@@ -495,7 +495,6 @@ class PoolInvariantChecker:
         return PoolReport(self.progress.step, self._last_sound_step, counts, tuple(violations))
 
     def stats(self) -> IntegrityStats:
-        """Return the current counters."""
         return IntegrityStats(
             checks_failed=self.failures.total,
             stalls=self.progress.num_stalls,

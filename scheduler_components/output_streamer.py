@@ -262,7 +262,6 @@ class OutputStreamer:
         )
 
     def stats(self) -> OutputStats:
-        """Return the current counters."""
         held = self.held
         return msgspec.structs.replace(
             self._counts,

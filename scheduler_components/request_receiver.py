@@ -123,7 +123,6 @@ class RequestReceiver(Generic[T]):  # noqa: SCH003 - seven parts, and where its 
 
     @property
     def stats(self) -> ReceiverStats:
-        """The counters of this rank."""
         return self.blocker.stats
 
     def poll(self) -> bool:

@@ -44,7 +44,6 @@ class StepProgress:
         self.enter_phase(phase)
 
     def enter_phase(self, phase: str, request: str = "") -> None:
-        """Enter another phase."""
         self.phase = phase
         self.request = request
         self.num_phase_changes += 1

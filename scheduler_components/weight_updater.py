@@ -83,5 +83,4 @@ class LoadedTensors:
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def clear(self) -> None:
-        """Forget all tensors."""
         self._digests = {}

@@ -296,7 +296,6 @@ class DecisionLog:
         return tuple((records.step, records.decisions()) for records in self._chain.ring)
 
     def stats(self) -> DecisionStats:
-        """Return the counters."""
         self._fold()
         counts = self._chain.counts
         return DecisionStats(**{name: counts[name] for name in DecisionStats.__struct_fields__})
@@ -367,32 +366,14 @@ def _encodable(value: int | str) -> int | str:
 # --- the comparison: a function of what all ranks gathered, so its result is the same on all of them ---
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class _RankRing:
-    """The decisions of one rank between two agreements, as the others receive them.
-
-    Attributes:
-        decisions: the kept ones; None if they cannot be decoded.
-        num_records: decisions in total.
-    """
-
-    decisions: list[Decision] | None
-    num_records: int
-
-    def at(self, index: int) -> Decision | None:
-        """Return the decision at ``index``; None behind the last one."""
-        assert self.decisions is not None, "compared only if every ring is readable"
-        return self.decisions[index] if index < len(self.decisions) else None
-
-
-def _unpack_rings(gathered: Sequence[int]) -> dict[int, _RankRing]:
-    """Return rank -> its ring, in order of the ranks."""
-    rings: dict[int, _RankRing] = {}
+def _unpack_rings(gathered: Sequence[int]) -> dict[int, _Records]:
+    """Return rank -> its decisions between two agreements, in order of the ranks."""
+    rings: dict[int, _Records] = {}
     stride = _HEADER_INTS + gathered[0]
     for start in range(0, len(gathered), stride):
         _, rank, num_kept, num_records, num_bytes = gathered[start : start + _HEADER_INTS]
-        body = array("q", gathered[start + _HEADER_INTS : start + stride]).tobytes()[:num_bytes]
-        rings[rank] = _RankRing(decisions=_decode_body(body, num_kept), num_records=num_records)
+        body = bytearray(array("q", gathered[start + _HEADER_INTS : start + stride]).tobytes()[:num_bytes])
+        rings[rank] = _Records(body=body, num_kept=num_kept, num_records=num_records)
     return dict(sorted(rings.items()))
 
 
@@ -403,20 +384,23 @@ def _decode_body(body: bytes | bytearray, num_records: int) -> list[Decision] | 
         return None
 
 
-def _find_divergence(rings: Mapping[int, _RankRing], *, step: int, found_at_step: int) -> DivergenceReport:
+def _find_divergence(rings: Mapping[int, _Records], *, step: int, found_at_step: int) -> DivergenceReport:
     """Return the report on the first difference between the rings of all ranks."""
 
     def unknown(reason: str) -> DivergenceReport:
         return DivergenceReport(step, found_at_step, -1, reason=reason)
 
-    unreadable = [rank for rank, ring in rings.items() if ring.decisions is None]
-    if unreadable:
-        return unknown(f"rank {unreadable[0]} noted a value that is neither a number nor a string")
-    for index in range(max(ring.num_records for ring in rings.values())):
-        if any(index < ring.num_records and ring.at(index) is None for ring in rings.values()):
-            most = max(ring.num_records for ring in rings.values())
+    kept: dict[int, list[Decision]] = {}
+    for rank, ring in rings.items():
+        decoded = _decode_body(ring.body, ring.num_kept)
+        if decoded is None:
+            return unknown(f"rank {rank} noted a value that is neither a number nor a string")
+        kept[rank] = decoded
+    most = max(ring.num_records for ring in rings.values())
+    for index in range(most):
+        if any(len(kept[rank]) <= index < ring.num_records for rank, ring in rings.items()):
             return unknown(f"the ring is too short: it kept the first {index} of {most} decisions; raise ring_bytes")
-        decisions = {rank: ring.at(index) for rank, ring in rings.items()}
+        decisions = {rank: taken[index] if index < len(taken) else None for rank, taken in kept.items()}
         texts = {rank: _encode(decision) for rank, decision in decisions.items()}  # True and 1 differ here only
         counts = Counter(texts.values())
         if len(counts) > 1:

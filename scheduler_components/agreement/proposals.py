@@ -285,7 +285,6 @@ class Proposal:
         self._values += checked
 
     def __len__(self) -> int:
-        """Return the number of slots."""
         return len(self._values)
 
     def pack(self, call_number: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Condition
@@ -11,16 +12,6 @@ from scheduler_components.agreement.sync import SyncCall, describe_calls
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
 
 __all__ = ["ThreadSyncGroup", "ThreadSyncHub"]
-
-
-class _Collective:
-    """One collective of one group: the contributions, and how many ranks have not read the result."""
-
-    __slots__ = ("contributions", "num_pending")
-
-    def __init__(self, num_ranks: int) -> None:
-        self.contributions: dict[int, list[int]] = {}
-        self.num_pending = num_ranks
 
 
 class ThreadSyncHub:
@@ -35,7 +26,9 @@ class ThreadSyncHub:
         self._hops = {rank: tuple(groups) for rank, groups in reduce_groups.items()}
         self._timeout_s = timeout_s
         self._changed = Condition()
-        self._collectives: dict[tuple[tuple[int, ...], int], _Collective] = {}
+        # By ranks and number of the call: the contributions, and how many ranks have read all of them.
+        self._collectives: dict[tuple[tuple[int, ...], int], dict[int, list[int]]] = {}
+        self._num_read: Counter[tuple[tuple[int, ...], int]] = Counter()
         self._num_calls: dict[tuple[tuple[int, ...], int], int] = {}
         self._calls: dict[int, SyncCall] = {}
         self._missing: tuple[int, ...] | None = None
@@ -57,18 +50,19 @@ class ThreadSyncHub:
             self._calls[rank] = call
             number = self._num_calls.get((ranks, rank), 0)
             self._num_calls[ranks, rank] = number + 1
-            collective = self._collectives.setdefault((ranks, number), _Collective(len(ranks)))
-            collective.contributions[rank] = list(values)
+            key = ranks, number
+            contributions = self._collectives.setdefault(key, {})
+            contributions[rank] = list(values)
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: len(collective.contributions) == len(ranks) or self._missing is not None, self._timeout_s
+                lambda: len(contributions) == len(ranks) or self._missing is not None, self._timeout_s
             )
-            if len(collective.contributions) < len(ranks):
+            if len(contributions) < len(ranks):
                 raise self._failure(call)
-            collective.num_pending -= 1
-            if not collective.num_pending:
-                del self._collectives[ranks, number]
-            return [collective.contributions[peer] for peer in ranks]
+            self._num_read[key] += 1
+            if self._num_read[key] == len(ranks):
+                del self._collectives[key], self._num_read[key]
+            return [contributions[peer] for peer in ranks]
 
     def _failure(self, call: SyncCall) -> SyncTimeoutError | SyncDivergenceError:
         """Return the error of a timeout. The first rank determines the missing ranks for all."""

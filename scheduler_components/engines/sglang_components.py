@@ -20,10 +20,9 @@ from scheduler_components.engines.sglang_load import (
     CountedWaitingQueue,
     SglangLoadInquirer,
     SglangLoadSource,
-    SglangMetricsReporter,
     SglangPoolSource,
     SglangQueueSource,
-    SglangRateSource,
+    SglangScheduler,
     WaitingQueueDescriptor,
 )
 from scheduler_components.engines.sglang_publisher import SglangEventPublisher, open_sglang_publisher
@@ -176,7 +175,7 @@ def open_kv_events(scheduler: Any, parallel: ParallelState, settings: KVEventsCo
             source=scheduler.tree_cache,
             sink=stream or NullEventPublisher(parallel.kv_stream_index),
             load=SglangLoggedLoadSource(
-                reporter=scheduler.metrics_reporter,
+                owner=scheduler,
                 dp_rank=parallel.dp_rank or 0,
                 max_running_requests=scheduler.max_running_requests,
                 capacity_tokens=scheduler.max_total_num_tokens,
@@ -205,11 +204,9 @@ class SglangKvEvents:
         return self.stream is not None
 
     def publish_kv_events(self) -> None:
-        """Call the component."""
         self.component.publish_kv_events()
 
     def emit_kv_metrics(self) -> None:
-        """Call the component."""
         self.component.emit_kv_metrics()
 
     def local_kv_event_sources(self, block_size: int) -> list[dict[str, Any]]:
@@ -222,14 +219,14 @@ class SglangKvEvents:
 class SglangLoggedLoadSource:
     """The port ``LoadSource`` of KvMetrics, from SGLang's last log line, in tokens."""
 
-    reporter: SglangMetricsReporter
+    owner: SglangScheduler
     dp_rank: int
     max_running_requests: int
     capacity_tokens: int
 
     def get_loads(self) -> LoadSnapshot:
         """Return the load that SGLang logged last."""
-        stats = self.reporter.stats
+        stats = self.owner.metrics_reporter.stats
         return LoadSnapshot(
             dp_rank=self.dp_rank,
             num_running_reqs=stats.num_running_reqs.total,
@@ -254,7 +251,6 @@ class SglangKvMetricsSink:
         return not self.socket.closed
 
     def send(self, metrics: KvMetrics) -> None:
-        """Send one report."""
         shape = import_module("sglang.srt.managers.scheduler_components.kv_events_publisher").KvMetrics
         io_struct = import_module("sglang.srt.managers.io_struct")
         io_struct.sock_send(self.socket, shape(**msgspec.structs.asdict(metrics)))
@@ -301,24 +297,20 @@ def _load_endpoint() -> str | None:
 def _compose_loads(scheduler: Any, parallel: ParallelState) -> SglangLoadSource:
     """Compose the component over the scheduler's queues, pool and statistics."""
     lora = import_module("sglang.srt.runtime_context").get_lora()
-    reporter = scheduler.metrics_reporter
     capacity_tokens = scheduler.max_total_num_tokens * scheduler.kv_shard_widening
-    queues = SglangQueueSource(owner=scheduler, reporter=reporter)
-    pool = SglangPoolSource(
-        read=_pool_reader(scheduler), capacity_tokens=scheduler.max_total_num_tokens, page_size=scheduler.page_size
-    )
-    rates = SglangRateSource(
-        reporter=reporter,
-        queues=queues,
+    queues = SglangQueueSource(
+        owner=scheduler,
         memory=_memory(scheduler, capacity_tokens),
         has_lora=lora.enable_lora,
         is_speculative=not scheduler.spec_algorithm.is_none(),
     )
+    pool = SglangPoolSource(
+        read=_pool_reader(scheduler), capacity_tokens=scheduler.max_total_num_tokens, page_size=scheduler.page_size
+    )
     return SglangLoadSource(
-        inquirer=LoadInquirer(parallel=parallel, queues=queues, pool=pool, rates=rates, sections=rates),
+        inquirer=LoadInquirer(parallel=parallel, queues=queues, pool=pool, rates=queues, sections=queues),
         queues=queues,
         pool=pool,
-        reporter=reporter,
         capacity_tokens=capacity_tokens,
     )
 

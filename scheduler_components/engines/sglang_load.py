@@ -26,8 +26,7 @@ __all__ = [
     "SglangLoadSource",
     "SglangPoolSource",
     "SglangQueueSource",
-    "SglangRateSource",
-    "SglangMetricsReporter",
+    "SglangScheduler",
     "WaitingQueueDescriptor",
 ]
 
@@ -178,7 +177,7 @@ class CountedWaitingQueue(list[Any], CountedQueue):
 
 
 class SglangScheduler(Protocol):
-    """The queues of SGLang's scheduler, and its counters since its start."""
+    """The queues of SGLang's scheduler, its counters since its start, and the values that it logged last."""
 
     waiting_queue: Any
     running_batch: Any
@@ -188,23 +187,25 @@ class SglangScheduler(Protocol):
     total_prefill_uncached_tokens: int
     total_prefill_busy_us: int
     decode_moment_totals: list[float]
-
-
-class SglangMetricsReporter(Protocol):
-    """SGLang's ``SchedulerMetricsReporter``: the values that it logged last."""
-
-    stats: Any
-    recent_cache_hit_rate: float
-    spec_total_num_accept_tokens: int
-    spec_total_num_forward_ct: int
+    metrics_reporter: Any
 
 
 @dataclass(slots=True, kw_only=True)
 class SglangQueueSource:
-    """The port ``QueueSource``, and SGLang's estimate of uncached tokens. SGLang rebinds its queues: read them late."""
+    """The ports ``QueueSource``, ``RateSource`` and ``LoadSectionsSource``, and SGLang's estimate of uncached tokens.
+
+    SGLang rebinds its queues, so they are read late. Rates and sections have the values that SGLang logged last.
+
+    Attributes:
+        owner: the scheduler.
+        memory: use of the device's memory; None if SGLang does not report it.
+        has_lora, is_speculative: whether to report these parts.
+    """
 
     owner: SglangScheduler
-    reporter: SglangMetricsReporter
+    memory: MemoryLoad | None = None
+    has_lora: bool = False
+    is_speculative: bool = False
 
     @property
     def running(self) -> Sized:
@@ -231,7 +232,35 @@ class SglangQueueSource:
         """The recent share of tokens without a cached prefix; None if the policy matches each waiting request."""
         if self.owner.policy.waiting_queue_prefix_matched(self.owner.waiting_queue):
             return None
-        return 1.0 - self.reporter.recent_cache_hit_rate
+        hit_rate: float = self.owner.metrics_reporter.recent_cache_hit_rate
+        return 1.0 - hit_rate
+
+    @property
+    def gen_throughput(self) -> float:
+        """Generated tokens per second."""
+        rate: float = self.owner.metrics_reporter.stats.gen_throughput
+        return rate
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Cache hit rate of the last prefill."""
+        rate: float = self.owner.metrics_reporter.stats.cache_hit_rate
+        return rate
+
+    def load_sections(self) -> LoadSections:
+        """Return the sections that this engine has."""
+        reporter = self.owner.metrics_reporter
+        stats = reporter.stats
+        queues = QueueLoad(
+            len(self.waiting), stats.num_grammar_queue_reqs, stats.num_paused_reqs, stats.num_retracted_reqs
+        )
+        lora = speculative = None
+        if self.has_lora:
+            lora = LoraLoad(stats.lora_pool_slots_used, stats.lora_pool_slots_total, stats.lora_pool_utilization)
+        if self.is_speculative and reporter.spec_total_num_forward_ct > 0:
+            accepted = reporter.spec_total_num_accept_tokens / reporter.spec_total_num_forward_ct
+            speculative = SpeculativeLoad(accepted, stats.spec_accept_rate)
+        return LoadSections(queues=queues, lora=lora, speculative=speculative, memory=self.memory)
 
 
 class WaitingQueueDescriptor:
@@ -276,51 +305,6 @@ class SglangPoolSource:
 
 
 @dataclass(slots=True, kw_only=True)
-class SglangRateSource:
-    """The ports ``RateSource`` and ``LoadSectionsSource``, from the values that SGLang logged last.
-
-    Attributes:
-        reporter: has the logged values.
-        queues: has the number of waiting requests.
-        memory: use of the device's memory; None if SGLang does not report it.
-        has_lora, is_speculative: whether to report these parts.
-    """
-
-    reporter: SglangMetricsReporter
-    queues: SglangQueueSource
-    memory: MemoryLoad | None
-    has_lora: bool
-    is_speculative: bool
-
-    @property
-    def gen_throughput(self) -> float:
-        """Generated tokens per second."""
-        rate: float = self.reporter.stats.gen_throughput
-        return rate
-
-    @property
-    def cache_hit_rate(self) -> float:
-        """Cache hit rate of the last prefill."""
-        rate: float = self.reporter.stats.cache_hit_rate
-        return rate
-
-    def load_sections(self) -> LoadSections:
-        """Return the sections that this engine has."""
-        reporter = self.reporter
-        stats = reporter.stats
-        queues = QueueLoad(
-            len(self.queues.waiting), stats.num_grammar_queue_reqs, stats.num_paused_reqs, stats.num_retracted_reqs
-        )
-        lora = speculative = None
-        if self.has_lora:
-            lora = LoraLoad(stats.lora_pool_slots_used, stats.lora_pool_slots_total, stats.lora_pool_utilization)
-        if self.is_speculative and reporter.spec_total_num_forward_ct > 0:
-            accepted = reporter.spec_total_num_accept_tokens / reporter.spec_total_num_forward_ct
-            speculative = SpeculativeLoad(accepted, stats.spec_accept_rate)
-        return LoadSections(queues=queues, lora=lora, speculative=speculative, memory=self.memory)
-
-
-@dataclass(slots=True, kw_only=True)
 class SglangLoadSource:
     """The port ``LoadSource``: the component's report, with the fields that SGLang counts in another way.
 
@@ -331,7 +315,6 @@ class SglangLoadSource:
     inquirer: LoadSource
     queues: SglangQueueSource
     pool: SglangPoolSource
-    reporter: SglangMetricsReporter
     capacity_tokens: int
 
     def get_loads(self) -> LoadSnapshot:
@@ -342,7 +325,7 @@ class SglangLoadSource:
             num_total_tokens=load.num_total_tokens - self.queues.num_chunked_tokens_left,
             max_total_num_tokens=self.capacity_tokens,
             token_usage=self.pool.token_usage(load),
-            utilization=self.reporter.stats.utilization,
+            utilization=self.queues.owner.metrics_reporter.stats.utilization,
             total_prefill_uncached_tokens=self.queues.owner.total_prefill_uncached_tokens,
             total_prefill_busy_us=self.queues.owner.total_prefill_busy_us,
         )
@@ -362,7 +345,7 @@ class SglangLoadInquirer:
 
     def get_loads(self) -> Any:
         """Return the current load as SGLang's ``LoadSnapshot``."""
-        load, shapes, stats = self.loads.get_loads(), self.shapes, self.loads.reporter.stats
+        load, shapes, stats = self.loads.get_loads(), self.shapes, self.loads.queues.owner.metrics_reporter.stats
         moments = self.loads.queues.owner.decode_moment_totals
         memory, speculative, lora, queues = load.memory, load.speculative, load.lora, load.queues
         return shapes.LoadSnapshot(

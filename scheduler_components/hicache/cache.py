@@ -18,7 +18,8 @@ from scheduler_components.cache.block_hash import block_hash_array, block_hashes
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
 from scheduler_components.events import TIER_MEDIUM, KVCacheEvent, MediumGroup, Tier, medium_group
 from scheduler_components.hicache.controller import HiCacheController
-from scheduler_components.hicache.host_tier_pool import AuditedHostPages, HostTierPool
+from scheduler_components.hicache.host_tier_pool import HostTierPool
+from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.hicache.prefetch_queue import PrefetchQueue
@@ -254,7 +255,7 @@ class HiRadixCache:
         """The pages and locks that copies hold on the device, for checks."""
         return self._transfers
 
-    def host_pool(self, pages: AuditedHostPages) -> HostTierPool:
+    def host_pool(self, pages: HostPool) -> HostTierPool:
         """Return the host tier for checks.
 
         Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from scheduler_components.agreement import AgreedValues, Proposal, Slots
 from scheduler_components.cache.block_hash import DIGEST_BYTES
@@ -41,7 +42,7 @@ from scheduler_components.values.page_operations import (
     WriteToStorage,
 )
 
-__all__ = ["AgreedState", "HiCacheController"]
+__all__ = ["HiCacheController"]
 
 _TRANSFER_SLOTS = Slots(
     ("all", "storage"),
@@ -55,40 +56,6 @@ _TRANSFER_SLOTS = Slots(
 )
 
 
-class _Outbox:
-    """Number operations and collect instructions."""
-
-    __slots__ = ("_instructions", "_last_number")
-
-    def __init__(self) -> None:
-        self._instructions: list[Instruction] = []
-        self._last_number = 0
-
-    def next_number(self) -> int:
-        self._last_number += 1
-        return self._last_number
-
-    def put(self, *instructions: Instruction) -> None:
-        self._instructions += instructions
-
-    def pop_all(self) -> list[Instruction]:
-        instructions, self._instructions = self._instructions, []
-        return instructions
-
-
-@dataclass(slots=True)
-class AgreedState:
-    """Values of the last agreement that apply until the next one.
-
-    Attributes:
-        has_storage: all ranks have a storage backend attached.
-        load_back_budget_pages: pages that all ranks can begin to copy to the device.
-    """
-
-    has_storage: bool = False
-    load_back_budget_pages: int = 0
-
-
 @dataclass(slots=True, kw_only=True)
 class HiCacheController:
     """The operations under way on one rank.
@@ -98,18 +65,21 @@ class HiCacheController:
         prefetches: reads from storage.
         allocation_log: records which operation reserves and returns which host pages.
         decisions: where it notes which operations begin, and what all ranks agreed about them.
-        agreed: read-only for callers.
+        has_storage: as of the last agreement, all ranks have a storage backend attached.
+        load_back_budget_pages: pages that, as of the last agreement, all ranks can begin to copy to the device.
     """
 
     host: HostPages
     prefetches: ActivePrefetches
     allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
     decisions: DecisionSink = field(default_factory=NullDecisionLog)
-    agreed: AgreedState = field(default_factory=AgreedState, init=False)
+    has_storage: bool = field(default=False, init=False)
+    load_back_budget_pages: int = field(default=0, init=False)
     _writes: AckQueue[tuple[int, ...] | None] = field(default_factory=AckQueue, init=False)
     _loads: AckQueue[None] = field(default_factory=AckQueue, init=False)
     _backups: AckQueue[None] = field(default_factory=AckQueue, init=False)
-    _outbox: _Outbox = field(default_factory=_Outbox, init=False)
+    _instructions: list[Instruction] = field(default_factory=list, init=False)
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1), init=False)
 
     @property
     def num_operations(self) -> int:
@@ -130,37 +100,37 @@ class HiCacheController:
             return number
         self._writes.push(number, host_pages)
         self.allocation_log.record("allocated", "host", f"write {number}", "HiCacheController.write", host_pages)
-        self._outbox.put(CopyToHost(number, tuple(device_pages), host_pages))
+        self._instructions.append(CopyToHost(number, tuple(device_pages), host_pages))
         return number
 
     def load_back(self, host_pages: Sequence[int], device_pages: Sequence[int], *, by_layer: bool = False) -> int:
         """Begin to copy host pages to the device; return the operation's number."""
         number = self._begin("load back", len(device_pages))
         self._loads.push(number, None)
-        self._outbox.put(CopyToDevice(number, tuple(host_pages), tuple(device_pages), by_layer))
+        self._instructions.append(CopyToDevice(number, tuple(host_pages), tuple(device_pages), by_layer))
         return number
 
     def discard_load_back(self, number: int) -> None:
         """Note that no request reads the pages of a failed load any more."""
-        self._outbox.put(DiscardLoadBack(number))
+        self._instructions.append(DiscardLoadBack(number))
 
     def write_to_storage(self, digests: bytes, host_pages: Sequence[int]) -> int:
         """Begin to write host pages to storage; return the operation's number."""
         number = self._begin("backup", len(host_pages))
         self._backups.push(number, None)
-        self._outbox.put(WriteToStorage(number, digests, tuple(host_pages)))
+        self._instructions.append(WriteToStorage(number, digests, tuple(host_pages)))
         return number
 
     def prefetch(self, digests: bytes) -> int:
         """Begin to read the pages with these digests from storage; return the operation's number."""
         number = self._begin("prefetch", len(digests) // DIGEST_BYTES)
-        self._outbox.put(*self.prefetches.start(number, digests))
+        self._instructions += self.prefetches.start(number, digests)
         return number
 
     def terminate(self, number: int) -> PrefetchOutcome:
         """End a prefetch immediately; return its outcome."""
         settled, instructions = self.prefetches.terminate(number)
-        self._outbox.put(*instructions)
+        self._instructions += instructions
         self._note(settled)
         return settled
 
@@ -190,10 +160,10 @@ class HiCacheController:
 
     def apply(self, agreed: AgreedValues) -> list[TierDecision]:
         """Return the decisions that follow from the agreed values, in the order in which to carry them out."""
-        numbers, before = agreed.numbers, self.agreed
-        self.agreed = AgreedState(agreed.flags["storage"], numbers["load room"])
-        if self.agreed != before:
-            self.decisions.note("apply", "hicache", "limits", self.agreed.has_storage, numbers["load room"])
+        numbers, had_storage, before = agreed.numbers, self.has_storage, self.load_back_budget_pages
+        self.has_storage, self.load_back_budget_pages = agreed.flags["storage"], numbers["load room"]
+        if (self.has_storage, self.load_back_budget_pages) != (had_storage, before):
+            self.decisions.note("apply", "hicache", "limits", self.has_storage, self.load_back_budget_pages)
         decisions: list[TierDecision] = []
         for number, host_pages, is_ok in self._writes.pop(numbers["writes done"], numbers["writes good"]):
             decisions.append(self._settle_write(number, host_pages, is_ok))
@@ -201,12 +171,12 @@ class HiCacheController:
             decisions.append(LoadBackOutcome(number, is_ok))
         for number, _, is_ok in self._backups.pop(numbers["backups done"], numbers["backups good"]):
             decisions.append(BackupOutcome(number, is_ok))
-        if before.has_storage and not self.agreed.has_storage:
+        if had_storage and not self.has_storage:
             terminated, cancels = self.prefetches.terminate_all()
-            self._outbox.put(*cancels)
+            self._instructions += cancels
             decisions += (StorageDetached(), *terminated)
         prefetched, instructions = self.prefetches.apply(agreed)
-        self._outbox.put(*instructions)
+        self._instructions += instructions
         decisions += prefetched
         for decision in decisions:
             self._note(decision)
@@ -221,13 +191,14 @@ class HiCacheController:
 
     def pop_instructions(self) -> list[Instruction]:
         """Return the instructions since the last call, in order."""
-        if not self.agreed.has_storage and not self._backups and not self.prefetches:
-            self._outbox.put(ReleaseStorage())
-        return self._outbox.pop_all()
+        if not self.has_storage and not self._backups and not self.prefetches:
+            self._instructions.append(ReleaseStorage())
+        instructions, self._instructions = self._instructions, []
+        return instructions
 
     def _begin(self, operation: str, num_pages: int) -> int:
         """Return the number of an operation that begins."""
-        number = self._outbox.next_number()
+        number = next(self._numbers)
         self.decisions.note("apply", "hicache", operation, number, num_pages)
         return number
 

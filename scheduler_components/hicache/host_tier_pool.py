@@ -8,40 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from scheduler_components.cache import RadixNode
+from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
 from scheduler_components.values import PageHolding, PoolCount
 
-__all__ = ["HOST_POOL", "AuditedHostPages", "HostTierPool"]
+__all__ = ["HOST_POOL", "HostTierPool"]
 
 HOST_POOL = "host"
 """Name of the host tier in checks and allocation logs."""
-
-
-class AuditedHostPages(Protocol):
-    """Host pages that can be counted and listed: `hicache.HostPool`."""
-
-    @property
-    def num_pages(self) -> int:
-        """Pages in the pool of this rank."""
-        ...
-
-    @property
-    def num_free(self) -> int:
-        """Pages that can be reserved."""
-        ...
-
-    @property
-    def num_committed(self) -> int:
-        """Pages that may be read."""
-        ...
-
-    def free_pages(self) -> Sequence[int]:
-        """Return the free list as it is, duplicates included."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +55,7 @@ class HostTierPool:
         name: name of the pool.
     """
 
-    pages: AuditedHostPages
+    pages: HostPool
     tiers: TierTree
     transfers: TierTransfers
     name: str = HOST_POOL

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
-from typing import Protocol
+from typing import TypeAlias
 from zlib import crc32
 
 from scheduler_components.hicache.memory import HostPool
@@ -32,29 +32,9 @@ _SUM = Struct(">4sQI")  # magic, length, checksum
 _SUM_MAGIC = b"KVS1"
 
 
-class StorageBackend(Protocol):
-    """The interface of a mover to a store. It does not raise errors of the store."""
-
-    def exists(self, keys: Sequence[str]) -> int:
-        """Return how many keys from the first on are held."""
-        ...
-
-    def read(self, keys: Sequence[str], host_pages: Sequence[int]) -> int:
-        """Read into reserved pages; return how many pages, from the first on, were read."""
-        ...
-
-    def write(self, keys: Sequence[str], host_pages: Sequence[int]) -> bool:
-        """Write committed pages; return whether the store holds all of them."""
-        ...
-
-    def stats(self) -> StorageStats: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class FramedBackend:
-    """A ``StorageBackend`` that copies and verifies pages.
+    """Copies and verifies pages. It does not raise errors of the store.
 
     Attributes:
         host: the host pages.
@@ -65,9 +45,11 @@ class FramedBackend:
     store: CheckedPageStore
 
     def exists(self, keys: Sequence[str]) -> int:
+        """Return how many keys from the first on are held."""
         return self.store.batch_exists(keys)
 
     def read(self, keys: Sequence[str], host_pages: Sequence[int]) -> int:
+        """Read into reserved pages; return how many pages, from the first on, were read."""
         for at, (page, content) in enumerate(zip(host_pages, self.store.batch_get(keys), strict=True)):
             if content is None:
                 return at  # the prefix ends at the first missing page
@@ -75,6 +57,7 @@ class FramedBackend:
         return len(keys)
 
     def write(self, keys: Sequence[str], host_pages: Sequence[int]) -> bool:
+        """Write committed pages; return whether the store holds all of them."""
         return all(self.store.batch_set(keys, [self.host.read(page) for page in host_pages]))
 
     def stats(self) -> StorageStats:
@@ -86,7 +69,7 @@ class FramedBackend:
 
 @dataclass(slots=True, kw_only=True)
 class ZeroCopyBackend:
-    """A ``StorageBackend`` whose store reads and writes the host pages themselves.
+    """Lets the store read and write the host pages themselves. It does not raise errors of the store.
 
     Attributes:
         host: the host pages, ``page_first``.
@@ -165,6 +148,9 @@ class ZeroCopyBackend:
             self._calls.count(pages_corrupt=len(wrong))
             both = wrong + [_sum_key(key) for key in wrong]
             self._calls.call("delete", lambda: self.store.delete(both), parse_count(len(both)), 0)
+
+
+StorageBackend: TypeAlias = FramedBackend | ZeroCopyBackend
 
 
 def _not_none(view: memoryview | None) -> memoryview:

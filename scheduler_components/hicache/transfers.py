@@ -311,7 +311,7 @@ class WriteTransfers:
         """Write a host node to storage if its parent is stored or being stored."""
         tiers, parent = self.tiers, node.parent
         assert parent is not None
-        if not self.controller.agreed.has_storage or tiers.is_stored(node) or node in tiers.backing_up:
+        if not self.controller.has_storage or tiers.is_stored(node) or node in tiers.backing_up:
             return
         if not (tiers.is_stored(parent) or parent in tiers.backing_up):
             return
@@ -332,7 +332,7 @@ class WriteTransfers:
         run = tiers.run_ending_at(end, num_pages)
         parent = run[0].parent
         assert parent is not None
-        is_stored = settled.is_ok and self.controller.agreed.has_storage and tiers.is_stored(parent)
+        is_stored = settled.is_ok and self.controller.has_storage and tiers.is_stored(parent)
         tiers.backing_up.difference_update(run)
         if is_stored:
             for node in run:
@@ -396,7 +396,7 @@ class PrefetchTransfers:
             path: the part of it that the tree holds, a result of ``TierTree.match_path``.
         """
         num_pages = len(packed) // self.tiers.tree.page_bytes - sum(node.num_pages for node in path)
-        return self.controller.agreed.has_storage and num_pages >= self.policy.prefetch_threshold_pages
+        return self.controller.has_storage and num_pages >= self.policy.prefetch_threshold_pages
 
     def start(self, packed: bytes, namespace: PrefixNamespace, path: list[RadixNode]) -> Prefetch:
         """Begin to read the pages that follow a path from storage."""
@@ -450,7 +450,7 @@ class PrefetchTransfers:
         if kept:
             packed = prefetch.packed[descent.num_pages * tree.page_bytes : stop]
             leaf = tiers.insert_on_host(parent, packed, array("I", kept), prefetch.namespace)
-            if self.controller.agreed.has_storage and tiers.is_stored(parent):
+            if self.controller.has_storage and tiers.is_stored(parent):
                 tiers.membership.place_in_storage(leaf)
             path.append(leaf)
         tiers.touch(path)
@@ -514,7 +514,7 @@ class TierTransfers:
                     self.reads.apply_drained(decision)
                 case StorageDetached():
                     self.clear_storage_index()
-        self.loads.budget_pages = self.controller.agreed.load_back_budget_pages
+        self.loads.budget_pages = self.controller.load_back_budget_pages
         self.writes.write_ahead()
 
     def check(self) -> None:

@@ -368,7 +368,6 @@ class LoraQueue(Generic[R]):
         )
 
     def stats(self) -> LoraStats:
-        """Return the current counters."""
         waits = self.queue.stats()
         return LoraStats(
             registered=len(self._registered),

@@ -119,7 +119,6 @@ class RequestDeadlines(Generic[R]):
         return expired
 
     def stats(self) -> DeadlineStats:
-        """Return the counters."""
         return DeadlineStats(
             waiting=len(self),
             queue_timeouts=self._counts.get(FinishReason.QUEUE_TIMEOUT, 0),

@@ -383,7 +383,6 @@ class SessionTable(Generic[Node]):
             yield PageHolding(session.session_id, "session", (), session.pages, session.node)
 
     def stats(self) -> SessionStats:
-        """Return the current counters."""
         return SessionStats(open=len(self._sessions), **self._counts)
 
     # --- internals ---

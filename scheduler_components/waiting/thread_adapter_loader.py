@@ -62,7 +62,6 @@ class ThreadAdapterLoader:
         self._thread = Thread(target=self._work, name="adapter-loader", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def load(self, key: str, adapter: Adapter) -> None:

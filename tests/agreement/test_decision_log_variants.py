@@ -340,7 +340,7 @@ def test_a_local_value_in_hicache_is_named_at_its_first_step(
         decisions = apply(self, agreed)
         seen.setdefault(self.host, []).append(  # type: ignore[call-overload]
             [
-                (self.agreed.has_storage, self.agreed.load_back_budget_pages),
+                (self.has_storage, self.load_back_budget_pages),
                 *(
                     (type(each), each.op, len(each.host_pages))
                     if isinstance(each, WriteOutcome | PrefetchOutcome)

@@ -173,8 +173,9 @@ def test_the_queue_source_reads_attributes_that_the_scheduler_rebinds() -> None:
         chunked_req=None,
         max_running_requests=4,
         policy=policy,
+        metrics_reporter=SimpleNamespace(recent_cache_hit_rate=0.25),
     )
-    queues = SglangQueueSource(owner=owner, reporter=SimpleNamespace(recent_cache_hit_rate=0.25))
+    queues = SglangQueueSource(owner=owner)
     assert (len(queues.running), queues.num_chunked_tokens_left, queues.miss_rate) == (1, 0, None)
     owner.running_batch = SimpleNamespace(reqs=[1, 2])
     owner.chunked_req = SimpleNamespace(seqlen=100, prefix_len=36)

@@ -84,10 +84,10 @@ def test_agreed_state_is_the_minimum_of_all_ranks() -> None:
     it = TwoControllers()
     it.load_back_budget_pages = [5, 3]
     it.agree()
-    assert [(rank.agreed.has_storage, rank.agreed.load_back_budget_pages) for rank in it.ranks] == [(True, 3)] * 2
+    assert [(rank.has_storage, rank.load_back_budget_pages) for rank in it.ranks] == [(True, 3)] * 2
     it.has_storage = [True, False]
     assert it.agree() == [[StorageDetached()]] * 2
-    assert [rank.agreed.has_storage for rank in it.ranks] == [False, False]
+    assert [rank.has_storage for rank in it.ranks] == [False, False]
     it.has_storage = [False, True]
     it.agree()
-    assert [rank.agreed.has_storage for rank in it.ranks] == [False, False]
+    assert [rank.has_storage for rank in it.ranks] == [False, False]

@@ -29,7 +29,7 @@ from scheduler_components.hicache import (
     ThreadLayerDoneCounter,
     ThreadPageMover,
 )
-from scheduler_components.hicache.host_tier_pool import AuditedHostPages, HostTierPool
+from scheduler_components.hicache.host_tier_pool import HostTierPool
 from scheduler_components.ports import LayerDoneCounter, NullPageHook, PageHook, ZeroCopyPageStore
 from scheduler_components.values.page_shape import STORED_LAYOUT, PageShape
 from scheduler_engine.device.device import NUM_SIMULATED_LAYERS
@@ -104,7 +104,7 @@ class HiCacheTiers:
 
     stepper: HiCacheStepper
     mover: ThreadPageMover
-    host: AuditedHostPages
+    host: HostPool
 
     @property
     def cache(self) -> HiRadixCache:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import BatchDecoder
+from scheduler_components.ports import NullDecisionLog
 from scheduler_components.scheduling.admission_budget import BatchMode
 from scheduler_components.values import CachedTokens, TierStats
 from scheduler_engine.simulation import CostModel
