@@ -35,6 +35,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from scheduler_components._internal.old_names import old_names
 from scheduler_components.ports import (
     ComputeGate,
     DecisionSink,
@@ -678,3 +679,6 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
 
 def _num_prefill_tokens(chunks: Sequence[ScheduledChunk[R]]) -> int:
     return sum(chunk.num_tokens for chunk in chunks if chunk.is_prefill)
+
+
+__getattr__ = old_names(__name__)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler_components._internal.old_names import old_names
+
 __all__ = [
     "CacheIntegrityError",
     "ComponentError",
@@ -395,3 +397,6 @@ def first_line(error: BaseException) -> str:
     An error without text is quoted by the name of its type.
     """
     return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".:;")
+
+
+__getattr__ = old_names(__name__)
