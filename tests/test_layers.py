@@ -29,6 +29,8 @@ WHEELS = {
 SOURCES = sorted(path for package in WHEELS for path in (ROOT / package).rglob("*.py"))
 
 FLOORS = (
+    ("_internal.old_name_table",),
+    ("_internal.old_names",),
     ("_version", "errors", "events"),
     ("_internal",),
     ("values",),
