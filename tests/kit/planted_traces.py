@@ -14,8 +14,8 @@ from types import ModuleType
 import pytest
 
 REGISTERED = {
-    "tests/worlds/test_recovery_model.py::test_a_broken_core_is_caught": "MUTANTS",
-    "tests/worlds/test_traffic_model.py::test_a_broken_core_is_caught": "BROKEN",
+    "worlds/test_recovery_model.py::test_a_broken_core_is_caught": "MUTANTS",
+    "worlds/test_traffic_model.py::test_a_broken_core_is_caught": "BROKEN",
     "observability/relay/test_stream_model.py::test_a_broken_relay_is_caught": "BROKEN",
     "observability/relay/test_source_merger.py::test_a_broken_merger_is_caught": "BROKEN",
     "observability/kv_stream/test_log_cursor.py::test_a_broken_core_is_caught": "MUTANTS",
