@@ -13,7 +13,6 @@ ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
 
 DECLARATIONS = {
-    "observability/kv_stream/cursor_events.py": "events",
     "observability/kv_stream/instructions.py": "instructions",
     "observability/kv_stream/stream_stats.py": "values",
     "scheduler_components/_internal/old_name_table.py": "a table",

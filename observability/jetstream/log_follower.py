@@ -12,17 +12,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from observability.kv_stream import StreamState
-from observability.kv_stream.cursor_events import (
-    BatchesApplied,
-    ConnectionTimedOut,
-    HeartbeatReceived,
-    HeartbeatTimedOut,
-    LogMessageReceived,
-    PointerRead,
-    ReadTimedOut,
-    RetryDue,
-    SnapshotRead,
-)
 from observability.kv_stream.follower import FollowerBase
 from observability.kv_stream.instructions import (
     LogInstruction,
@@ -88,7 +77,7 @@ class LogFollower(FollowerBase[LogCursor]):
         """A heartbeat of the writer came."""
         if self.cursor.can_commit(heartbeat):
             yield from self.applier.prepare_swap()
-        yield from self._carry_out(self.cursor.handle(HeartbeatReceived(heartbeat)), now_s)
+        yield from self._carry_out(self.cursor.on_heartbeat(heartbeat), now_s)
         if self.cursor.state not in UNCONNECTED and self._is_of_writer(heartbeat):
             self._deadlines.silent_s = now_s + self.policy.answer_timeout_s
             self._deadlines.dead_s = math.inf
@@ -107,44 +96,44 @@ class LogFollower(FollowerBase[LogCursor]):
         if reading_id != self._reading_id:
             return
         last, gaps = self.cursor.last_seq, self.cursor.counters.gaps
-        yield from self._carry_out(self.cursor.handle(LogMessageReceived(message)), now_s)
+        yield from self._carry_out(self.cursor.on_message(message), now_s)
         if self.cursor.counters.gaps != gaps:
             self.applier.listener.on_gap(self.applier.rank, last + 1, message.seq)
         yield from self._verify(now_s)
 
     def on_pointer_read(self, request_id: int, pointer: SnapshotPointer | None, now_s: float) -> Iterator[None]:
         """The pointer came; None when there is none or it could not be read."""
-        yield from self._carry_out(self.cursor.handle(PointerRead(request_id, pointer)), now_s)
+        yield from self._carry_out(self.cursor.on_pointer_read(request_id, pointer), now_s)
 
     def on_snapshot_read(self, request_id: int, snapshot: Snapshot | None, now_s: float) -> Iterator[None]:
         """The snapshot came; None when it could not be read."""
-        yield from self._carry_out(self.cursor.handle(SnapshotRead(request_id, snapshot)), now_s)
+        yield from self._carry_out(self.cursor.on_snapshot_read(request_id, snapshot), now_s)
         yield from self._verify(now_s)
 
     def _verify(self, now_s: float) -> Iterator[None]:
         """Verify the view against the last heartbeat. The long part of a swap comes first, in slices."""
         if self.cursor.can_commit():
             yield from self.applier.prepare_swap()
-        yield from self._carry_out(self.cursor.handle(BatchesApplied()), now_s)
+        yield from self._carry_out(self.cursor.on_batches_applied(), now_s)
 
     def tick(self, now_s: float) -> None:
         """Handle every deadline up to ``now_s``."""
         due = self._deadlines
         instructions: list[LogInstruction] = []
         if now_s >= due.answer_s and self.cursor.open_request_id is not None:
-            instructions += self.cursor.handle(ReadTimedOut(self.cursor.open_request_id))
+            instructions += self.cursor.on_read_timeout(self.cursor.open_request_id)
         elif now_s >= due.retry_s:
             due.retry_s = math.inf
-            instructions += self.cursor.handle(RetryDue())
+            instructions += self.cursor.on_retry_due()
         if now_s >= due.credit_s:
             self._restore_credit(now_s)
         if now_s >= due.silent_s:
             due.silent_s = math.inf
             due.dead_s = min(due.dead_s, now_s + self.policy.dead_after_s)
-            instructions += self.cursor.handle(HeartbeatTimedOut())
+            instructions += self.cursor.on_heartbeat_timeout()
         if now_s >= due.dead_s:
             due.dead_s = math.inf
-            instructions += self.cursor.handle(ConnectionTimedOut())
+            instructions += self.cursor.on_connection_timeout()
         for _ in self._carry_out(instructions, now_s):
             pass
 

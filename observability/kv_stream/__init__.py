@@ -2,7 +2,7 @@
 
 Most programs need ``discover`` or ``static_address``, ``open_subscriber`` or ``open_async_subscriber``, and the queries
 of the ``Subscriber``. The cores (cursor, follower, applier, view) have no sockets, so that another transport can use
-them. Their events and instructions are in the modules ``cursor_events`` and ``instructions``.
+them. The instructions of a cursor are in the module ``instructions``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from typing import Protocol, assert_never
 
 import msgspec
 
-from observability.kv_stream.cursor_events import BatchDamaged, ClearApplied, ViewFeedback
 from observability.kv_stream.instructions import (
     AbortStaging,
     Apply,
@@ -18,7 +17,7 @@ from observability.kv_stream.instructions import (
     StartStaging,
     ViewInstruction,
 )
-from observability.kv_stream.stream_state import CursorCounters, StreamState
+from observability.kv_stream.stream_state import CursorCounters, StreamState, ViewFeedback
 from observability.kv_stream.stream_stats import StreamStats
 from observability.kv_stream.view import BlockView
 from scheduler_components import AllBlocksCleared, DecodeError
@@ -144,7 +143,7 @@ class BatchApplier:
     state: StreamState = field(default=StreamState.CONNECTING, init=False)
 
     def carry_out(self, instruction: ViewInstruction) -> ViewFeedback | None:
-        """Carry out one instruction on the view, and return the event to report to the cursor, if any."""
+        """Carry out one instruction on the view, and return what its cursor must know of it, if anything."""
         if isinstance(instruction, Apply):
             return self._apply_to(self.view, instruction.seq, instruction.payload, replayed=instruction.replayed)
         if isinstance(instruction, ApplyStaged):
@@ -170,7 +169,7 @@ class BatchApplier:
         self.listener.on_state_changed(self.rank, old, state)
 
     def apply(self, seq: int, payload: bytes, *, replayed: bool) -> ViewFeedback | None:
-        """Apply one payload to the view. An unreadable payload raises no error; it returns ``BatchDamaged``."""
+        """Apply one payload to the view. An unreadable payload raises no error; it returns ``ViewFeedback.DAMAGED``."""
         return self._apply_to(self.view, seq, payload, replayed=replayed)
 
     # --- staging ---
@@ -245,7 +244,7 @@ class BatchApplier:
             counters.decode_errors += 1
             counters.last_error = f"batch {seq}: {error.reason}"
             self.listener.on_batch_unreadable(self.rank, seq, error)
-            return BatchDamaged()
+            return ViewFeedback.DAMAGED
         counters.batches += 1
         counters.events += len(batch.events)
         if batch.attn_dp_rank is not None and batch.attn_dp_rank != self.rank:
@@ -269,8 +268,8 @@ class BatchApplier:
         if batch.errors:
             self.counters.decode_errors += len(batch.errors)
             self.counters.last_error = f"batch {seq}: {batch.errors[-1].reason}"
-            return BatchDamaged()
+            return ViewFeedback.DAMAGED
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                return ClearApplied()
+                return ViewFeedback.CLEARED
         return None

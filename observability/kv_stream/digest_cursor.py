@@ -18,6 +18,7 @@ from observability.kv_stream.instructions import (
     RetryLater,
     SendReplayRequest,
     StartStaging,
+    request_token,
 )
 from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState, change_state
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayVerb
@@ -67,15 +68,6 @@ class _Phase(Enum):
     DONE = auto()
 
 
-class _MetaRole(Enum):
-    """The role of a META message in the grammar of answers."""
-
-    STATUS = auto()
-    SNAPSHOT_BEGINS = auto()
-    BATCHES_BEGIN = auto()
-    END = auto()
-
-
 _FIRST_PHASE = {
     ReplayVerb.STATUS: _Phase.STATUS_SENT,
     ReplayVerb.SYNC: _Phase.SYNC_SENT,
@@ -83,22 +75,16 @@ _FIRST_PHASE = {
 }
 
 _ANSWER_GRAMMAR = {
-    (_Phase.STATUS_SENT, _MetaRole.STATUS): _Phase.DONE,
-    (_Phase.SYNC_SENT, _MetaRole.BATCHES_BEGIN): _Phase.BATCHES,  # the publisher has the position of the request
-    (_Phase.SYNC_SENT, _MetaRole.SNAPSHOT_BEGINS): _Phase.CHUNKS,  # it has not, or its replay buffer starts later
-    (_Phase.SNAPSHOT_SENT, _MetaRole.SNAPSHOT_BEGINS): _Phase.CHUNKS,
-    (_Phase.CHUNKS, _MetaRole.BATCHES_BEGIN): _Phase.BATCHES,
-    (_Phase.BATCHES, _MetaRole.END): _Phase.DONE,
+    (_Phase.STATUS_SENT, ReplayMetaKind.STATUS, False): _Phase.DONE,
+    (_Phase.SYNC_SENT, ReplayMetaKind.BEGIN, False): _Phase.BATCHES,  # the publisher has the position of the request
+    (_Phase.SYNC_SENT, ReplayMetaKind.BEGIN, True): _Phase.CHUNKS,  # it has not, or its replay buffer starts later
+    (_Phase.SNAPSHOT_SENT, ReplayMetaKind.BEGIN, True): _Phase.CHUNKS,
+    (_Phase.CHUNKS, ReplayMetaKind.BEGIN, False): _Phase.BATCHES,
+    (_Phase.BATCHES, ReplayMetaKind.END, False): _Phase.DONE,
 }
-"""The allowed META messages of each phase, and the phase that follows. Any other META breaks the answer. Chunks come in
-CHUNKS, numbered from 0, and batches in BATCHES. Every META except a status and the first one of a snapshot names a
-position at which both sides must have the same digest."""
-
-
-def _role_of(meta: ReplayMeta) -> _MetaRole:
-    if meta.kind is ReplayMetaKind.BEGIN:
-        return _MetaRole.SNAPSHOT_BEGINS if meta.snap else _MetaRole.BATCHES_BEGIN
-    return _MetaRole.END if meta.kind is ReplayMetaKind.END else _MetaRole.STATUS
+"""The allowed META messages of each phase, by kind and whether they begin a snapshot, and the phase that follows. Any
+other META breaks the answer. Chunks come in CHUNKS, numbered from 0, and batches in BATCHES. Every META except a status
+and the first one of a snapshot names a position at which both sides must have the same digest."""
 
 
 class _Fit(Enum):
@@ -167,15 +153,15 @@ class _ExtendedRequest:
 
     def accept_meta(self, meta: ReplayMeta) -> _Fit:
         """Check a META against the grammar and its position against that of the view or staging view."""
-        role = _role_of(meta)
-        phase = _ANSWER_GRAMMAR.get((self.phase, role))
+        is_snapshot = meta.snap and meta.kind is ReplayMetaKind.BEGIN
+        phase = _ANSWER_GRAMMAR.get((self.phase, meta.kind, is_snapshot))
         if phase is None:
             return _Fit.BROKEN
-        if role is _MetaRole.SNAPSHOT_BEGINS:
+        if is_snapshot:
             self.staging = Position(meta.epoch, meta.start, meta.chain)
-        elif role is not _MetaRole.STATUS:
+        elif meta.kind is not ReplayMetaKind.STATUS:
             position = self.staging or self.position
-            if role is _MetaRole.END and meta.epoch == position.epoch and meta.start > position.next:
+            if meta.kind is ReplayMetaKind.END and meta.epoch == position.epoch and meta.start > position.next:
                 return _Fit.BROKEN  # the last batches of the answer are missing
             if self.phase is _Phase.SYNC_SENT and meta.chunks is not None:
                 return _Fit.BROKEN  # the snapshot before these batches is missing
@@ -188,7 +174,7 @@ class _ExtendedRequest:
 
 
 class DigestCursor:
-    """Recovers one stream by status, incremental replay and snapshot. ``stream_cursor.dispatch`` calls its methods.
+    """Recovers one stream by status, incremental replay and snapshot. ``StreamCursor`` calls its methods.
 
     Args:
         patience: failed requests in a row after which a followed view counts as not proved. The same number on a
@@ -326,9 +312,11 @@ class DigestCursor:
 
     # --- answers ---
 
-    def on_replay_batch(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_replay_batch(self, request_id: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         request = self._request
-        assert request is not None
+        if request is None or request.request_id != request_id:
+            self.counters.stale_replays += 1
+            return _NONE
         fit = request.accept_payload(seq, payload)
         if fit is _Fit.REPEATED:
             self.counters.duplicates += 1
@@ -342,9 +330,11 @@ class DigestCursor:
         self.counters.recovered += 1
         return (Apply(seq, payload, True) if staging is None else ApplyStaged(seq, payload, False),)
 
-    def on_replay_meta(self, meta: ReplayMeta) -> tuple[Instruction, ...]:
+    def on_replay_meta(self, request_id: int, meta: ReplayMeta) -> tuple[Instruction, ...]:
         request = self._request
-        assert request is not None
+        if request is None or request.request_id != request_id or meta.token != request_token(request_id):
+            self.counters.stale_replays += 1
+            return _NONE
         self.has_extension = self._shown_on_connection = True
         fit = request.accept_meta(meta)
         if fit is _Fit.SPLICED:
@@ -410,12 +400,14 @@ class DigestCursor:
         self._damaged_at = staging.next if request.is_damaged else None
         return (CommitStaging(),)
 
-    def on_replay_end(self) -> tuple[Instruction, ...]:
+    def on_replay_end(self, request_id: int) -> tuple[Instruction, ...]:
         """Handle a bare end marker: the publisher has no extension, or had to cut its answer."""
-        return self._on_answer_failed()
+        return self._on_answer_failed() if request_id == self.open_request_id else _NONE
 
-    def on_replay_timeout(self) -> tuple[Instruction, ...]:
+    def on_replay_timeout(self, request_id: int) -> tuple[Instruction, ...]:
         """Handle silence. Before the extension was ever seen, no answer is owed."""
+        if request_id != self.open_request_id:
+            return _NONE
         self.counters.replays_unanswered += int(self.has_extension)
         return self._on_answer_failed()
 

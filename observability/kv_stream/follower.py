@@ -17,19 +17,6 @@ from typing import Generic, Protocol, TypeVar
 import attrs
 
 from observability.kv_stream.batch_applier import BatchApplier
-from observability.kv_stream.cursor_events import (
-    Connected,
-    ConnectionTimedOut,
-    CreditAvailable,
-    Disconnected,
-    ExtensionProbeDue,
-    ProbeDue,
-    ReplayBatchReceived,
-    ReplayEndReceived,
-    ReplayMetaReceived,
-    ReplayTimedOut,
-    RetryDue,
-)
 from observability.kv_stream.instructions import (
     Instruction,
     ProbeExtensionLater,
@@ -39,7 +26,7 @@ from observability.kv_stream.instructions import (
 )
 from observability.kv_stream.log_cursor import LogCursor
 from observability.kv_stream.stream_cursor import StreamCursor
-from observability.kv_stream.stream_state import MAX_REPLAY_CREDIT
+from observability.kv_stream.stream_state import MAX_REPLAY_CREDIT, ViewFeedback
 from observability.kv_stream.stream_stats import StreamPosition, StreamStats
 from scheduler_components import DecodeError
 from scheduler_components._internal.validators import number_validator
@@ -154,8 +141,10 @@ class FollowerBase(Generic[CursorT]):
             self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
             return
         feedback = self.applier.carry_out(instruction)
-        if feedback is not None:
-            self.cursor.handle(feedback)
+        if feedback is ViewFeedback.CLEARED:
+            self.cursor.on_clear_applied()
+        elif feedback is ViewFeedback.DAMAGED:
+            self.cursor.on_batch_damaged()
 
     def _take_credit(self, now_s: float) -> None:
         """Take the credit of one request, and restore it by time."""
@@ -213,13 +202,13 @@ class StreamFollower(FollowerBase[StreamCursor]):
         """The live connection is up."""
         self._deadlines.dead_s = math.inf
         self._postpone_probe(now_s)
-        self._carry_out(self.cursor.handle(Connected()), now_s)
+        self._carry_out(self.cursor.on_connected(), now_s)
 
     def on_disconnected(self, now_s: float) -> None:
         """The live connection is lost."""
         # The credit stays: otherwise a flapping connection would send requests without a limit.
         self._deadlines = Deadlines(dead_s=now_s + self.policy.dead_after_s, credit_s=self._deadlines.credit_s)
-        self._carry_out(self.cursor.handle(Disconnected()), now_s)
+        self._carry_out(self.cursor.on_disconnected(), now_s)
 
     def on_live_batch(self, seq: int, payload: bytes, now_s: float) -> None:
         """A live batch came; pass it on only while ``cursor.is_accepting_live``."""
@@ -235,7 +224,7 @@ class StreamFollower(FollowerBase[StreamCursor]):
     def on_replay_batch(self, request_id: int, seq: int, payload: bytes, now_s: float) -> None:
         """A batch of the answer to a request came."""
         self._postpone_answer_timeout(request_id, now_s)
-        self._carry_out(self.cursor.handle(ReplayBatchReceived(request_id, seq, payload)), now_s)
+        self._carry_out(self.cursor.on_replay_batch(request_id, seq, payload), now_s)
 
     def prepare_swap(self, payload: bytes) -> Iterator[None]:
         """Do the long part of ``on_replay_marker`` with the same payload in slices."""
@@ -253,14 +242,14 @@ class StreamFollower(FollowerBase[StreamCursor]):
         if not self.cursor.is_asking_for_extension:  # that answer proves nothing
             self._postpone_probe(now_s)
         if not payload or not self.cursor.expects_meta:
-            self._carry_out(self.cursor.handle(ReplayEndReceived(request_id)), now_s)
+            self._carry_out(self.cursor.on_replay_end(request_id), now_s)
             return True
         try:
             meta = ReplayMeta.decode(payload)
         except DecodeError:
-            self._carry_out(self.cursor.handle(ReplayTimedOut(request_id)), now_s)
+            self._carry_out(self.cursor.on_replay_timeout(request_id), now_s)
             return False
-        self._carry_out(self.cursor.handle(ReplayMetaReceived(request_id, meta)), now_s)
+        self._carry_out(self.cursor.on_replay_meta(request_id, meta), now_s)
         return True
 
     def tick(self, now_s: float) -> None:
@@ -269,21 +258,21 @@ class StreamFollower(FollowerBase[StreamCursor]):
         if now_s >= due.answer_s:
             due.answer_s = math.inf
             if self.cursor.open_request_id is not None:
-                self._carry_out(self.cursor.handle(ReplayTimedOut(self.cursor.open_request_id)), now_s)
+                self._carry_out(self.cursor.on_replay_timeout(self.cursor.open_request_id), now_s)
         if now_s >= due.retry_s:
             due.retry_s = math.inf
-            self._carry_out(self.cursor.handle(RetryDue()), now_s)
+            self._carry_out(self.cursor.on_retry_due(), now_s)
         if now_s >= due.credit_s:
             self._on_credit_due(now_s)
         if now_s >= due.extension_s:
             due.extension_s = math.inf
-            self._carry_out(self.cursor.handle(ExtensionProbeDue()), now_s)
+            self._carry_out(self.cursor.on_extension_probe_due(), now_s)
         if now_s >= due.probe_s:
             self._postpone_probe(now_s)
-            self._carry_out(self.cursor.handle(ProbeDue()), now_s)
+            self._carry_out(self.cursor.on_probe_due(), now_s)
         if now_s >= due.dead_s:
             due.dead_s = math.inf
-            self._carry_out(self.cursor.handle(ConnectionTimedOut()), now_s)
+            self._carry_out(self.cursor.on_connection_timeout(), now_s)
 
     def _postpone_probe(self, now_s: float) -> None:
         self._deadlines.probe_s = now_s + self.policy.probe_interval_s
@@ -336,4 +325,4 @@ class StreamFollower(FollowerBase[StreamCursor]):
             self._send(held, now_s)
         else:
             self._open_request.held = None
-            self._carry_out(self.cursor.handle(CreditAvailable()), now_s)
+            self._carry_out(self.cursor.on_credit_available(), now_s)

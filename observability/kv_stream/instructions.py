@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Apply(msgspec.Struct, frozen=True, gc=False):
-    """Apply one batch to the view, then report ``ClearApplied`` or ``BatchDamaged`` if either is the case."""
+    """Apply one batch to the view, then call ``on_clear_applied`` or ``on_batch_damaged`` if either is the case."""
 
     seq: int
     payload: bytes
@@ -44,7 +44,7 @@ class StartStaging(msgspec.Struct, frozen=True, gc=False):
 
 
 class ApplyStaged(msgspec.Struct, frozen=True, gc=False):
-    """Apply one payload to the staging view, then report as after ``Apply``.
+    """Apply one payload to the staging view, then report what it contained as after ``Apply``.
 
     ``is_snapshot_chunk`` marks a chunk of the folded state. ``seq`` is then the last batch that the folded state
     covers.
@@ -75,7 +75,7 @@ ViewInstruction = Apply | ApplyStaged | StartStaging | CommitStaging | AbortStag
 
 
 class SendReplayRequest(msgspec.Struct, frozen=True, gc=False):
-    """Send a replay request. Its answers come back as events with this ``request_id``.
+    """Send a replay request. Its answers come back with this ``request_id``.
 
     The request replaces any request that is still open. Use one connection per request, so that a late answer to an
     older request is never taken for an answer to this one.
@@ -104,13 +104,13 @@ def request_token(request_id: int) -> bytes:
 
 
 class RetryLater(msgspec.Struct, frozen=True, gc=False):
-    """Report ``RetryDue`` after a pause that grows with ``failures``, the number of unanswered requests in a row."""
+    """Call ``on_retry_due`` after a pause that grows with ``failures``, the number of unanswered requests in a row."""
 
     failures: int
 
 
 class ProbeExtensionLater(msgspec.Struct, frozen=True, gc=False):
-    """Report ``ExtensionProbeDue`` after ``intervals`` probe intervals, whatever comes meanwhile."""
+    """Call ``on_extension_probe_due`` after ``intervals`` probe intervals, whatever comes meanwhile."""
 
     intervals: int
 
@@ -122,13 +122,13 @@ Instruction = ViewInstruction | SendReplayRequest | RetryLater | ProbeExtensionL
 
 
 class ReadPointer(msgspec.Struct, frozen=True, gc=False):
-    """Read the snapshot pointer and report it as ``PointerRead`` with this ``request_id``."""
+    """Read the snapshot pointer for ``on_pointer_read``."""
 
     request_id: int
 
 
 class ReadSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """Read the snapshot that ``pointer`` names and report it as ``SnapshotRead`` with this ``request_id``."""
+    """Read the snapshot that ``pointer`` names for ``on_snapshot_read``."""
 
     request_id: int
     pointer: SnapshotPointer

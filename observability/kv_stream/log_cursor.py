@@ -44,24 +44,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import assert_never
 
-from observability.kv_stream.cursor_events import (
-    BatchDamaged,
-    BatchesApplied,
-    ClearApplied,
-    ConnectionTimedOut,
-    HeartbeatReceived,
-    HeartbeatTimedOut,
-    LogEvent,
-    LogMessageReceived,
-    PointerRead,
-    ReadTimedOut,
-    RetryDue,
-    SnapshotRead,
-)
 from observability.kv_stream.digest_cursor import NO_EPOCH, Position
 from observability.kv_stream.instructions import (
     AbortStaging,
@@ -238,38 +223,6 @@ class LogCursor:
         """The position that messages advance."""
         return self._view if self._staging is None else self._staging
 
-    def handle(self, event: LogEvent) -> Iterable[LogInstruction]:
-        """Process one event and return the instructions to carry out, in order, before the next event.
-
-        For a message and a snapshot the result is an iterator. Carry out each instruction, and report ``ClearApplied``
-        or ``BatchDamaged``, before taking the next: a snapshot may have millions of blocks, so it is never a list of
-        instructions.
-        """
-        match event:
-            case LogMessageReceived(message):
-                return self._on_message(message)
-            case HeartbeatReceived(heartbeat):
-                return self._on_heartbeat(heartbeat)
-            case BatchesApplied():
-                return self._on_batches_applied()
-            case HeartbeatTimedOut():
-                return self._on_heartbeat_timeout()
-            case ConnectionTimedOut():
-                return self._on_connection_timeout()
-            case PointerRead(request_id, pointer):
-                return self._on_pointer_read(request_id, pointer)
-            case SnapshotRead(request_id, snapshot):
-                return self._on_snapshot_read(request_id, snapshot)
-            case ReadTimedOut(request_id):
-                return self._on_read_timeout(request_id)
-            case RetryDue():
-                return self._on_retry_due()
-            case ClearApplied():
-                return self._on_clear_applied()
-            case BatchDamaged():
-                return self._on_batch_damaged()
-        assert_never(event)
-
     def can_commit(self, heartbeat: LogHeartbeat | None = None) -> bool:
         """Return True when ``heartbeat``, by default the last one, proves the staging view."""
         heartbeat, staging = heartbeat or self._heartbeat, self._staging
@@ -279,7 +232,7 @@ class LogCursor:
 
     # --- heartbeats ---
 
-    def _on_heartbeat(self, heartbeat: LogHeartbeat) -> tuple[LogInstruction, ...]:
+    def on_heartbeat(self, heartbeat: LogHeartbeat) -> tuple[LogInstruction, ...]:
         before, self._heartbeat = self._heartbeat, heartbeat
         target = self._target
         if not self.is_following(heartbeat.epoch):
@@ -344,15 +297,15 @@ class LogCursor:
         self._recover()
         return self._read_pointer(is_forced=True)
 
-    def _on_heartbeat_timeout(self) -> tuple[LogInstruction, ...]:
+    def on_heartbeat_timeout(self) -> tuple[LogInstruction, ...]:
         self._request, self._heartbeat = None, None
         self._failures = self._num_stalled = 0
         if self._state is not StreamState.DEAD:
             self._change_state(StreamState.CONNECTING)
         return _NONE
 
-    def _on_connection_timeout(self) -> tuple[LogInstruction, ...]:
-        self._on_heartbeat_timeout()
+    def on_connection_timeout(self) -> tuple[LogInstruction, ...]:
+        self.on_heartbeat_timeout()
         dropped = self._drop_staging()
         self._view = _LogPosition()
         self._change_state(StreamState.DEAD)
@@ -360,7 +313,7 @@ class LogCursor:
 
     # --- the log ---
 
-    def _on_message(self, message: LogMessage) -> Iterator[LogInstruction]:
+    def on_message(self, message: LogMessage) -> Iterator[LogInstruction]:
         """Yield an instruction for ``message`` if it is the next one, and for each held message that follows."""
         target = self._target
         if not self.is_following(message.epoch):
@@ -390,7 +343,7 @@ class LogCursor:
         self.counters.recovered += is_late
         return Apply(message.seq, message.payload, is_late)
 
-    def _on_batches_applied(self) -> tuple[LogInstruction, ...]:
+    def on_batches_applied(self) -> tuple[LogInstruction, ...]:
         """Verify the view if it has reached the position of the last heartbeat."""
         heartbeat, target = self._heartbeat, self._target
         if heartbeat is None or self._is_proved or not self.is_following(heartbeat.epoch):
@@ -406,7 +359,7 @@ class LogCursor:
 
     # --- pointer and snapshot ---
 
-    def _on_pointer_read(self, request_id: int, pointer: SnapshotPointer | None) -> tuple[LogInstruction, ...]:
+    def on_pointer_read(self, request_id: int, pointer: SnapshotPointer | None) -> tuple[LogInstruction, ...]:
         request = self._request
         if request is None or request.request_id != request_id:
             self.counters.stale_replays += 1
@@ -421,7 +374,7 @@ class LogCursor:
         request.pointer = pointer
         return (ReadSnapshot(request_id, pointer),)
 
-    def _on_snapshot_read(self, request_id: int, snapshot: Snapshot | None) -> Iterator[LogInstruction]:
+    def on_snapshot_read(self, request_id: int, snapshot: Snapshot | None) -> Iterator[LogInstruction]:
         """Yield instructions that build the snapshot in a staging view."""
         request = self._request
         if request is None or request.request_id != request_id or request.pointer is None:
@@ -452,13 +405,13 @@ class LogCursor:
             yield ApplyStaged(seq, payload, False)
         yield ReadLog(snapshot.log_seq + 1)
 
-    def _on_read_timeout(self, request_id: int) -> tuple[LogInstruction, ...]:
+    def on_read_timeout(self, request_id: int) -> tuple[LogInstruction, ...]:
         if request_id != self.open_request_id:
             return _NONE
         self.counters.replays_unanswered += 1
         return self._on_request_failed()
 
-    def _on_retry_due(self) -> tuple[LogInstruction, ...]:
+    def on_retry_due(self) -> tuple[LogInstruction, ...]:
         if not self._failures or self._request is not None:
             return _NONE
         return self._send(is_forced=True) if self.credit.available else (RetryLater(self._failures),)
@@ -485,14 +438,14 @@ class LogCursor:
 
     # --- what the follower found in a batch ---
 
-    def _on_clear_applied(self) -> tuple[LogInstruction, ...]:
+    def on_clear_applied(self) -> tuple[LogInstruction, ...]:
         """Forget earlier damage: a clear removes whatever an unreadable batch would have changed."""
         self._target.damaged_at = None
         if self._state is StreamState.PARTIAL and self._staging is None:
             self._settle()
         return _NONE
 
-    def _on_batch_damaged(self) -> tuple[LogInstruction, ...]:
+    def on_batch_damaged(self) -> tuple[LogInstruction, ...]:
         self._target.damaged_at = self._target.at.next
         if self._state is StreamState.LIVE and self._staging is None:
             self._settle()

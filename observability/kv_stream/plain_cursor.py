@@ -53,7 +53,7 @@ class _PlainRequest:
 
 
 class PlainCursor:
-    """Recovers one stream by numbers and the last payload. ``stream_cursor.dispatch`` calls its methods.
+    """Recovers one stream by numbers and the last payload. ``StreamCursor`` calls its methods.
 
     Without a replay channel, or while it does not answer, nothing proves the stream, and it is never ``LIVE``.
 
@@ -193,9 +193,11 @@ class PlainCursor:
 
     # --- answers ---
 
-    def on_replay_batch(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_replay_batch(self, request_id: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         request = self._request
-        assert request is not None
+        if request is None or request.request_id != request_id:
+            self.counters.stale_replays += 1
+            return _NONE
         request.num_batches += 1
         if request.num_batches == 1:
             return self._on_first_batch(request, seq, payload)
@@ -219,9 +221,10 @@ class PlainCursor:
             return _NONE
         return self._resync("the publisher restarted and passed the held number")
 
-    def on_replay_end(self) -> tuple[Instruction, ...]:
+    def on_replay_end(self, request_id: int) -> tuple[Instruction, ...]:
         request = self._request
-        assert request is not None
+        if request is None or request.request_id != request_id:
+            return _NONE
         self._request = None
         self._failures = 0
         if not request.full and not request.num_batches:
@@ -243,9 +246,10 @@ class PlainCursor:
         self._change_state(StreamState.PARTIAL if self._run.adopting else StreamState.SYNCING)
         return _NONE if run.last == NO_SEQUENCE else (Clear("the publisher has no history"),)
 
-    def on_replay_timeout(self) -> tuple[Instruction, ...]:
+    def on_replay_timeout(self, request_id: int) -> tuple[Instruction, ...]:
         request = self._request
-        assert request is not None
+        if request is None or request.request_id != request_id:
+            return _NONE
         self._request = None
         self.counters.replays_unanswered += 1
         if request.num_applied:

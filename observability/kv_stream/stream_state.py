@@ -1,9 +1,9 @@
-"""What all cursors share: the states of a stream, the table of state changes, the counters and the request credit."""
+"""What all cursors share: the states of a stream and their changes, counters, credit and feedback."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 __all__ = [
     "MAX_REPLAY_CREDIT",
@@ -12,6 +12,7 @@ __all__ = [
     "CursorCounters",
     "ReplayCredit",
     "StreamState",
+    "ViewFeedback",
     "change_state",
 ]
 
@@ -93,6 +94,18 @@ def change_state(old: StreamState, new: StreamState, counters: CursorCounters) -
         assert new in STATE_TRANSITIONS[old], f"{old} may not become {new}"
         counters.losses += new is StreamState.PARTIAL
     return new
+
+
+class ViewFeedback(Enum):
+    """What a cursor must know of the batch that was just applied.
+
+    Attributes:
+        CLEARED: it cleared all blocks.
+        DAMAGED: a part of it could not be read, so the view may differ from the publisher's state.
+    """
+
+    CLEARED = auto()
+    DAMAGED = auto()
 
 
 MAX_REPLAY_CREDIT = 4

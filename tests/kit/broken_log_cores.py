@@ -25,18 +25,18 @@ def digest_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
-    on_message = LogCursor._on_message
+    on_message = LogCursor.on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
     def accept_any_epoch(self: LogCursor, message: LogMessage) -> Any:
         epoch = self._target.at.epoch
         return on_message(self, LogMessage(message.log_seq, epoch, message.seq, message.digest, message.payload))
 
-    patch.setattr(LogCursor, "_on_message", accept_any_epoch)
+    patch.setattr(LogCursor, "on_message", accept_any_epoch)
 
 
 def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
-    on_message = LogCursor._on_message
+    on_message = LogCursor.on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
     def accept_ahead(self: LogCursor, message: LogMessage) -> Any:
@@ -45,7 +45,7 @@ def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
             at.next = message.seq
         return on_message(self, message)
 
-    patch.setattr(LogCursor, "_on_message", accept_ahead)
+    patch.setattr(LogCursor, "on_message", accept_ahead)
 
 
 def reordered_messages_are_dropped_without_recovery(patch: pytest.MonkeyPatch) -> None:
@@ -68,28 +68,28 @@ def another_epoch_is_never_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_requests_are_not_retried(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogCursor, "_on_retry_due", lambda self: ())
+    patch.setattr(LogCursor, "on_retry_due", lambda self: ())
 
 
 def batches_of_the_snapshot_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    read = LogCursor._on_snapshot_read
+    read = LogCursor.on_snapshot_read
 
     def read_less(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
         for each in read(self, request_id, snapshot):
             if not (isinstance(each, ApplyStaged) and not each.is_snapshot_chunk):
                 yield each
 
-    patch.setattr(LogCursor, "_on_snapshot_read", read_less)
+    patch.setattr(LogCursor, "on_snapshot_read", read_less)
 
 
 def the_log_is_read_from_a_later_number(patch: pytest.MonkeyPatch) -> None:
-    read = LogCursor._on_snapshot_read
+    read = LogCursor.on_snapshot_read
 
     def read_on(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
         for each in read(self, request_id, snapshot):
             yield ReadLog(each.log_seq + 3) if isinstance(each, ReadLog) else each
 
-    patch.setattr(LogCursor, "_on_snapshot_read", read_on)
+    patch.setattr(LogCursor, "on_snapshot_read", read_on)
 
 
 def no_message_is_retried(patch: pytest.MonkeyPatch) -> None:

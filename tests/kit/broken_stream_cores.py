@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from observability.kv_stream import BlockView, FrameParser, digest_cursor, follower, stream_cursor
-from observability.kv_stream.cursor_events import CursorEvent, ReplayBatchReceived
+from observability.kv_stream import BlockView, FrameParser, digest_cursor, follower
 from observability.kv_stream.digest_cursor import NO_EPOCH, DigestCursor, Position
 from observability.kv_stream.instructions import Apply, Instruction
 from observability.kv_stream.plain_cursor import PlainCursor
-from observability.kv_stream.stream_cursor import StreamCursor, dispatch
+from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.stream_state import ReplayCredit
 from scheduler_components import BlockStored
 from scheduler_components.events import TIER_MEDIUM
@@ -189,10 +188,14 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
 
 
 def truncated_answer_accepted_as_complete(patch: pytest.MonkeyPatch) -> None:
-    def believe(self: DigestCursor) -> tuple[Instruction, ...]:
+    def believe(self: DigestCursor, request_id: int) -> tuple[Instruction, ...]:
         request = self._request
         end = ReplayMeta(b"", b"", 0, 0, ReplayMetaKind.END, False, 0, b"")
-        return () if request is None or request.is_status else self._finish(request, end)
+        return (
+            ()
+            if request_id != self.open_request_id or request is None or request.is_status
+            else self._finish(request, end)
+        )
 
     patch.setattr(DigestCursor, "on_replay_end", believe)
 
@@ -208,12 +211,13 @@ def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_to_older_requests_accepted(patch: pytest.MonkeyPatch) -> None:
-    def answer_any_request(rules: DigestCursor | PlainCursor, event: CursorEvent) -> tuple[Instruction, ...]:
-        if isinstance(event, ReplayBatchReceived):
-            event = ReplayBatchReceived(rules.open_request_id or 0, event.seq, event.payload)
-        return dispatch(rules, event)
+    on_replay_batch = StreamCursor.on_replay_batch
 
-    patch.setattr(stream_cursor, "dispatch", answer_any_request)
+    def accept_any_request(self: StreamCursor, request_id: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+        del request_id
+        return on_replay_batch(self, self._rules.open_request_id or 0, seq, payload)
+
+    patch.setattr(StreamCursor, "on_replay_batch", accept_any_request)
 
 
 def retry_never(patch: pytest.MonkeyPatch) -> None:
@@ -236,4 +240,4 @@ def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def the_extension_is_looked_for_once(patch: pytest.MonkeyPatch) -> None:
     """The defect of 0.4 that a simulated world found: after its first requests were lost, a reader had no digest."""
-    patch.setattr(StreamCursor, "_on_extension_probe_due", lambda self: ())
+    patch.setattr(StreamCursor, "on_extension_probe_due", lambda self: ())

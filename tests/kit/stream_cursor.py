@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from observability.kv_stream import StreamCursor, StreamState
-from observability.kv_stream.cursor_events import (
-    Connected,
-    ReplayBatchReceived,
-    ReplayMetaReceived,
-)
 from observability.kv_stream.digest_cursor import NO_EPOCH, Position
 from observability.kv_stream.instructions import (
     ApplyStaged,
@@ -43,12 +38,12 @@ def meta(cursor: StreamCursor, kind: ReplayMetaKind, position: Position, **chang
         "token": request_token(request_id), "epoch": position.epoch, "first": 0, "next": position.next, "kind": kind,
         "snap": False, "start": position.next, "chain": position.digest,
     }  # fmt: skip
-    return cursor.handle(ReplayMetaReceived(request_id, ReplayMeta(**(fields | changes))))  # type: ignore[arg-type]
+    return cursor.on_replay_meta(request_id, ReplayMeta(**(fields | changes)))  # type: ignore[arg-type]
 
 
 def receive_snapshot(cursor: StreamCursor, position: Position) -> tuple[Instruction, ...]:
     assert meta(cursor, ReplayMetaKind.BEGIN, position, snap=True) == (StartStaging(),)
-    assert cursor.handle(ReplayBatchReceived(cursor.open_request_id or 0, 0, b"chunk")) == (
+    assert cursor.on_replay_batch(cursor.open_request_id or 0, 0, b"chunk") == (
         ApplyStaged(position.next - 1, b"chunk", True),
     )
     assert meta(cursor, ReplayMetaKind.BEGIN, position, chunks=1) == ()
@@ -58,7 +53,7 @@ def receive_snapshot(cursor: StreamCursor, position: Position) -> tuple[Instruct
 def live_cursor(count: int = 3) -> StreamCursor:
     """Return a cursor that is LIVE after ``count`` batches of the old epoch; request 1 was a snapshot."""
     cursor = StreamCursor(has_replay=True)
-    assert cursor.handle(Connected()) == (SendReplayRequest(1, 0, ReplayVerb.SYNC, NO_EPOCH),)
+    assert cursor.on_connected() == (SendReplayRequest(1, 0, ReplayVerb.SYNC, NO_EPOCH),)
     assert (cursor.state, cursor.is_accepting_live, cursor.is_extended) == (StreamState.SYNCING, False, False)
     assert receive_snapshot(cursor, at(OLD, count)) == (CommitStaging(),)
     assert (cursor.state, cursor.last_seq, cursor.is_extended) == (StreamState.LIVE, count - 1, True)

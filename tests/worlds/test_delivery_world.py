@@ -51,7 +51,8 @@ def test_equal_seeds_give_equal_bytes_in_processes_that_hash_differently() -> No
     """The order of a set of text differs between two such processes."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     command = [sys.executable, "-c", REPORTS]
-    other = subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": hash_seed}, stdout=subprocess.PIPE)
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    other = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     here = [encode_delivery_report(run_world(SEED_OF_BOTH, kind=kind)) for kind in WORLD_KINDS]
     assert other.communicate(timeout=120)[0].splitlines() == here
     assert run_world(SEED_OF_BOTH, kind="stream").history != run_world(SEED_OF_BOTH + 1, kind="stream").history

@@ -36,7 +36,7 @@ def test_a_wrong_view_that_is_live_breaks_a_promise(world: LogWorld) -> None:
 
 
 def test_live_without_heartbeats_breaks_a_promise(world: LogWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LogCursor, "_on_heartbeat_timeout", lambda _: ())
+    monkeypatch.setattr(LogCursor, "on_heartbeat_timeout", lambda _: ())
     world.writer.close()
     with pytest.raises(BrokenPromise, match="LIVE needs heartbeats"):
         world.wait(5.0)

@@ -212,7 +212,7 @@ def test_a_reader_whose_first_requests_were_lost_finds_the_extension_although_th
 
 
 def test_a_reader_that_never_finds_the_extension_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StreamCursor, "_on_extension_probe_due", lambda _: ())
+    monkeypatch.setattr(StreamCursor, "on_extension_probe_due", lambda _: ())
     it = Bench(window=4)
     lose_first_requests(it)
     it.wait(it.judge.limit_s + 0.1)

@@ -6,20 +6,6 @@ import pytest
 from kit.stream_cursor import NEW, OLD, at, live_cursor, meta, payload, receive_snapshot
 
 from observability.kv_stream import StreamCursor, StreamState
-from observability.kv_stream.cursor_events import (
-    BatchDamaged,
-    ClearApplied,
-    Connected,
-    ConnectionTimedOut,
-    CreditAvailable,
-    Disconnected,
-    ProbeDue,
-    ReplayBatchReceived,
-    ReplayEndReceived,
-    ReplayMetaReceived,
-    ReplayTimedOut,
-    RetryDue,
-)
 from observability.kv_stream.digest_cursor import NO_EPOCH
 from observability.kv_stream.instructions import (
     AbortStaging,
@@ -51,8 +37,8 @@ def test_a_gap_requests_batches_from_the_position_of_the_view() -> None:
     assert cursor.on_live_batch(4, b"future") == (SendReplayRequest(2, 3, ReplayVerb.SYNC, OLD),)
     assert (cursor.state, cursor.last_seq) == (StreamState.RECOVERING, 2)
     assert meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3)) == ()
-    assert cursor.handle(ReplayBatchReceived(2, 3, payload(3))) == (Apply(3, payload(3), True),)
-    assert cursor.handle(ReplayBatchReceived(2, 3, payload(3))) == ()
+    assert cursor.on_replay_batch(2, 3, payload(3)) == (Apply(3, payload(3), True),)
+    assert cursor.on_replay_batch(2, 3, payload(3)) == ()
     assert meta(cursor, ReplayMetaKind.END, at(OLD, 4)) == ()
     assert (cursor.state, cursor.last_seq, cursor.counters.recovered) == (StreamState.LIVE, 3, 1)
 
@@ -68,7 +54,7 @@ def test_a_wrong_digest_at_the_end_requests_a_snapshot() -> None:
     cursor = live_cursor()
     cursor.on_live_batch(4, b"future")
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
-    cursor.handle(ReplayBatchReceived(2, 3, b"spliced"))
+    cursor.on_replay_batch(2, 3, b"spliced")
     assert meta(cursor, ReplayMetaKind.END, at(OLD, 4)) == (SendReplayRequest(3, 4, ReplayVerb.SNAPSHOT, OLD),)
     assert cursor.state is StreamState.RECOVERING
     assert receive_snapshot(cursor, at(OLD, 4)) == (CommitStaging(),)
@@ -79,7 +65,7 @@ def test_an_answer_without_its_last_batches_is_continued_and_is_no_splice() -> N
     cursor = live_cursor()
     cursor.on_live_batch(6, b"future")
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
-    cursor.handle(ReplayBatchReceived(2, 3, payload(3)))
+    cursor.on_replay_batch(2, 3, payload(3))
     assert meta(cursor, ReplayMetaKind.END, at(OLD, 6)) == (SendReplayRequest(3, 4, ReplayVerb.SYNC, OLD),)
     assert (cursor.counters.splices, cursor.counters.replays_cut, cursor.last_seq) == (0, 1, 3)
 
@@ -93,7 +79,7 @@ def test_an_answer_without_its_snapshot_is_requested_again_and_is_no_splice() ->
 
 def test_another_epoch_replaces_the_view_by_a_snapshot() -> None:
     cursor = live_cursor()
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     assert meta(cursor, ReplayMetaKind.STATUS, at(NEW, 1)) == (SendReplayRequest(3, 3, ReplayVerb.SYNC, OLD),)
     assert receive_snapshot(cursor, at(NEW, 1)) == (CommitStaging(),)
     assert (cursor.state, cursor.last_seq, cursor.counters.restarts) == (StreamState.LIVE, 0, 1)
@@ -101,7 +87,7 @@ def test_another_epoch_replaces_the_view_by_a_snapshot() -> None:
 
 def test_a_status_is_compared_with_the_position_of_its_request() -> None:
     cursor = live_cursor()
-    assert cursor.handle(ProbeDue()) == (SendReplayRequest(2, 3, ReplayVerb.STATUS, OLD),)
+    assert cursor.on_probe_due() == (SendReplayRequest(2, 3, ReplayVerb.STATUS, OLD),)
     cursor.on_live_batch(3, payload(3))
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3), next=5) == ()
     assert (cursor.state, cursor.counters.splices, cursor.counters.verified) == (StreamState.LIVE, 0, 2)
@@ -109,17 +95,17 @@ def test_a_status_is_compared_with_the_position_of_its_request() -> None:
 
 def test_lost_last_batches_are_requested() -> None:
     cursor = live_cursor()
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3), next=4) == (SendReplayRequest(3, 3, ReplayVerb.SYNC, OLD),)
     assert cursor.state is StreamState.RECOVERING
 
 
 def test_a_position_before_the_replay_buffer_is_verified_at_the_second_probe() -> None:
     cursor = live_cursor()
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     cursor.on_live_batch(3, payload(3))
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 9)) == ()
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     cursor.on_live_batch(4, payload(4))
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 19)) == (SendReplayRequest(4, 5, ReplayVerb.SYNC, OLD),)
 
@@ -130,28 +116,28 @@ def test_a_frame_dropped_during_an_answer_is_requested() -> None:
     cursor.on_live_batch(5, b"future")
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
     for seq in (3, 4):
-        cursor.handle(ReplayBatchReceived(2, seq, payload(seq)))
+        cursor.on_replay_batch(2, seq, payload(seq))
     assert meta(cursor, ReplayMetaKind.END, at(OLD, 5)) == (SendReplayRequest(3, 5, ReplayVerb.SYNC, OLD),)
 
 
 @pytest.mark.parametrize("lost", ["chunk 0", "chunk 1", "begin", "a batch"])
 def test_a_snapshot_with_a_hole_is_discarded(lost: str) -> None:
     cursor = StreamCursor(has_replay=True)
-    cursor.handle(Connected())
+    cursor.on_connected()
     position = at(OLD, 3)
     meta(cursor, ReplayMetaKind.BEGIN, position, snap=True)
     result: tuple[Instruction, ...] = ()
     if lost == "chunk 0":
-        result = cursor.handle(ReplayBatchReceived(1, 1, b"chunk"))
+        result = cursor.on_replay_batch(1, 1, b"chunk")
     else:
-        cursor.handle(ReplayBatchReceived(1, 0, b"chunk"))
+        cursor.on_replay_batch(1, 0, b"chunk")
     if lost == "chunk 1":
         result = meta(cursor, ReplayMetaKind.BEGIN, position, chunks=2)
     elif lost == "begin":
         result = meta(cursor, ReplayMetaKind.END, position)
     elif lost == "a batch":
         meta(cursor, ReplayMetaKind.BEGIN, position, chunks=1)
-        result = cursor.handle(ReplayBatchReceived(1, 4, payload(4)))
+        result = cursor.on_replay_batch(1, 4, payload(4))
     assert result == (AbortStaging(), RetryLater(1))
     assert (cursor.state, cursor.open_request_id) == (StreamState.SYNCING, None)
 
@@ -160,7 +146,7 @@ def cursor_with_open(verb: ReplayVerb) -> StreamCursor:
     """Return a cursor at batch 2 with an open request of this kind."""
     cursor = live_cursor()
     if verb is ReplayVerb.STATUS:
-        cursor.handle(ProbeDue())
+        cursor.on_probe_due()
     else:
         cursor.on_live_batch(4, b"future")
     if verb is ReplayVerb.SNAPSHOT:
@@ -204,14 +190,14 @@ def test_only_an_end_may_follow_batches(verb: ReplayVerb, kind: ReplayMetaKind, 
 def test_a_payload_before_a_begin_ends_the_answer() -> None:
     for verb in ReplayVerb:
         cursor = cursor_with_open(verb)
-        assert cursor.handle(ReplayBatchReceived(cursor.open_request_id or 0, 3, payload(3))) == (RetryLater(1),)
+        assert cursor.on_replay_batch(cursor.open_request_id or 0, 3, payload(3)) == (RetryLater(1),)
 
 
 def test_a_cut_status_is_retried_later_although_batches_came() -> None:
     cursor = live_cursor()
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     cursor.on_live_batch(3, payload(3))
-    assert cursor.handle(ReplayEndReceived(2)) == (RetryLater(1),)
+    assert cursor.on_replay_end(2) == (RetryLater(1),)
     assert cursor.state is StreamState.LIVE
 
 
@@ -219,21 +205,21 @@ def test_a_cut_answer_is_continued_from_the_last_applied_batch() -> None:
     cursor = live_cursor()
     cursor.on_live_batch(5, b"future")
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
-    cursor.handle(ReplayBatchReceived(2, 3, payload(3)))
-    assert cursor.handle(ReplayEndReceived(2)) == (SendReplayRequest(3, 4, ReplayVerb.SYNC, OLD),)
-    assert cursor.handle(ReplayTimedOut(3)) == (RetryLater(1),)
-    assert cursor.handle(RetryDue()) == (SendReplayRequest(4, 4, ReplayVerb.SYNC, OLD),)
+    cursor.on_replay_batch(2, 3, payload(3))
+    assert cursor.on_replay_end(2) == (SendReplayRequest(3, 4, ReplayVerb.SYNC, OLD),)
+    assert cursor.on_replay_timeout(3) == (RetryLater(1),)
+    assert cursor.on_retry_due() == (SendReplayRequest(4, 4, ReplayVerb.SYNC, OLD),)
 
 
 def test_a_silent_publisher_makes_the_view_partial_and_keeps_its_blocks() -> None:
     cursor = live_cursor()
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     for failures in (1, 2, 3):
-        assert cursor.handle(ReplayTimedOut(cursor.open_request_id or 0)) == (RetryLater(failures),)
+        assert cursor.on_replay_timeout(cursor.open_request_id or 0) == (RetryLater(failures),)
         assert cursor.state is (StreamState.PARTIAL if failures == 3 else StreamState.LIVE)
-        assert cursor.handle(RetryDue()) == (SendReplayRequest(failures + 2, 3, ReplayVerb.STATUS, OLD),)
+        assert cursor.on_retry_due() == (SendReplayRequest(failures + 2, 3, ReplayVerb.STATUS, OLD),)
     cursor.on_live_batch(3, payload(3))
-    cursor.handle(ClearApplied())
+    cursor.on_clear_applied()
     assert (cursor.state, cursor.last_seq) == (StreamState.PARTIAL, 3)
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3), next=4) == ()
     assert cursor.state is StreamState.LIVE
@@ -242,12 +228,12 @@ def test_a_silent_publisher_makes_the_view_partial_and_keeps_its_blocks() -> Non
 def test_a_snapshot_is_requested_once_it_covers_an_unreadable_batch() -> None:
     cursor = live_cursor()
     cursor.on_live_batch(3, payload(3))
-    cursor.handle(BatchDamaged())
+    cursor.on_batch_damaged()
     assert cursor.state is StreamState.PARTIAL
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), first=3) == ()
     assert cursor.state is StreamState.PARTIAL
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), first=4) == (
         SendReplayRequest(4, 4, ReplayVerb.SNAPSHOT, OLD),
     )
@@ -258,27 +244,27 @@ def test_a_snapshot_is_requested_once_it_covers_an_unreadable_batch() -> None:
 def test_a_clear_repairs_an_unreadable_batch() -> None:
     cursor = live_cursor()
     cursor.on_live_batch(3, payload(3))
-    cursor.handle(BatchDamaged())
+    cursor.on_batch_damaged()
     cursor.on_live_batch(4, payload(4))
-    cursor.handle(ClearApplied())
+    cursor.on_clear_applied()
     assert cursor.state is StreamState.LIVE
 
 
 def test_an_answer_with_another_token_is_stale() -> None:
     cursor = live_cursor()
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3), token=bytes(8)) == ()
     assert (cursor.open_request_id, cursor.counters.stale_replays) == (2, 1)
 
 
 def test_a_reconnect_continues_from_the_position_of_the_view() -> None:
     cursor = live_cursor()
-    cursor.handle(Disconnected())
+    cursor.on_disconnected()
     assert cursor.state is StreamState.CONNECTING
-    assert cursor.handle(Connected()) == (SendReplayRequest(2, 3, ReplayVerb.SYNC, OLD),)
-    cursor.handle(Disconnected())
-    assert cursor.handle(ConnectionTimedOut()) == (Clear("the publisher is unreachable"),)
-    assert cursor.handle(Connected()) == (SendReplayRequest(3, 0, ReplayVerb.SYNC, NO_EPOCH),)
+    assert cursor.on_connected() == (SendReplayRequest(2, 3, ReplayVerb.SYNC, OLD),)
+    cursor.on_disconnected()
+    assert cursor.on_connection_timeout() == (Clear("the publisher is unreachable"),)
+    assert cursor.on_connected() == (SendReplayRequest(3, 0, ReplayVerb.SYNC, NO_EPOCH),)
 
 
 def test_many_strays_cost_one_request_and_leave_a_correct_view_live() -> None:
@@ -296,7 +282,7 @@ def test_many_strays_cost_one_request_and_leave_a_correct_view_live() -> None:
     assert cursor.on_live_batch(3, payload(3)) == (Apply(3, payload(3), False),)
     assert cursor.on_live_batch(5, payload(5)) == ()  # the publisher's own frame after a gap
     cursor.credit.available = 1
-    assert cursor.handle(CreditAvailable()) == (SendReplayRequest(3, 4, ReplayVerb.STATUS, OLD),)
+    assert cursor.on_credit_available() == (SendReplayRequest(3, 4, ReplayVerb.STATUS, OLD),)
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), next=6) == (SendReplayRequest(4, 4, ReplayVerb.SYNC, OLD),)
     assert cursor.state is StreamState.RECOVERING
 
@@ -309,24 +295,24 @@ def test_a_gap_without_credit_is_requested_when_credit_is_available() -> None:
     assert cursor.on_live_batch(3, payload(3)) == (Apply(3, payload(3), False),)
     assert cursor.state is StreamState.RECOVERING
     cursor.credit.available = 1
-    assert cursor.handle(CreditAvailable()) == (SendReplayRequest(2, 4, ReplayVerb.SYNC, OLD),)
-    assert cursor.handle(CreditAvailable()) == ()
+    assert cursor.on_credit_available() == (SendReplayRequest(2, 4, ReplayVerb.SYNC, OLD),)
+    assert cursor.on_credit_available() == ()
 
 
 def test_a_stream_with_an_upstream_state_is_partial_despite_a_proof() -> None:
     cursor = StreamCursor(has_replay=True)
-    cursor.handle(Connected())
+    cursor.on_connected()
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 0), snap=True)
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 0))
     assert meta(cursor, ReplayMetaKind.END, at(OLD, 0), upstream="connecting") == (CommitStaging(),)
     assert (cursor.state, cursor.counters.verified) == (StreamState.PARTIAL, 1)
     cursor.on_live_batch(0, payload(0))
-    cursor.handle(ClearApplied())  # the upstream state stays
+    cursor.on_clear_applied()  # the upstream state stays
     assert cursor.state is StreamState.PARTIAL
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 1)) == ()
     assert cursor.state is StreamState.LIVE
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     cursor.on_live_batch(1, payload(1))
     meta(cursor, ReplayMetaKind.STATUS, at(OLD, 1), first=1, upstream="partial")
     assert cursor.state is StreamState.PARTIAL
@@ -335,22 +321,20 @@ def test_a_stream_with_an_upstream_state_is_partial_despite_a_proof() -> None:
 def test_repeated_events_are_counted_each_time() -> None:
     cursor = live_cursor()
     for epoch in (NEW, OLD):
-        cursor.handle(ProbeDue())
+        cursor.on_probe_due()
         meta(cursor, ReplayMetaKind.STATUS, at(epoch, 1))
         receive_snapshot(cursor, at(epoch, 1))
     assert (cursor.counters.restarts, cursor.counters.snapshots) == (2, 3)
     for _ in range(2):
-        cursor.handle(ProbeDue())
+        cursor.on_probe_due()
         request_id = cursor.open_request_id or 0
-        cursor.handle(
-            ReplayMetaReceived(
-                request_id, ReplayMeta(b"another!", OLD, 0, 1, ReplayMetaKind.STATUS, False, 1, at(OLD, 1).digest)
-            )
+        cursor.on_replay_meta(
+            request_id, ReplayMeta(b"another!", OLD, 0, 1, ReplayMetaKind.STATUS, False, 1, at(OLD, 1).digest)
         )
-        assert cursor.handle(ReplayTimedOut(request_id - 1)) == ()
-        [later] = cursor.handle(ReplayTimedOut(request_id))
+        assert cursor.on_replay_timeout(request_id - 1) == ()
+        [later] = cursor.on_replay_timeout(request_id)
         assert isinstance(later, RetryLater)
-        cursor.handle(RetryDue())
+        cursor.on_retry_due()
         meta(cursor, ReplayMetaKind.STATUS, at(OLD, 1))
     assert (cursor.counters.stale_replays, cursor.counters.replays_unanswered) == (2, 2)
     assert cursor.state is StreamState.LIVE
@@ -358,31 +342,31 @@ def test_repeated_events_are_counted_each_time() -> None:
 
 def test_at_most_one_request_is_open() -> None:
     cursor = live_cursor()
-    assert len(cursor.handle(ProbeDue())) == 1
-    assert cursor.handle(ProbeDue()) == ()
-    assert cursor.handle(RetryDue()) == ()
+    assert len(cursor.on_probe_due()) == 1
+    assert cursor.on_probe_due() == ()
+    assert cursor.on_retry_due() == ()
 
 
 def test_a_clear_repairs_an_unreadable_batch_while_a_request_is_open() -> None:
     cursor = live_cursor()
     cursor.on_live_batch(3, payload(3))
-    cursor.handle(BatchDamaged())
+    cursor.on_batch_damaged()
     assert cursor.state is StreamState.PARTIAL
-    assert len(cursor.handle(ProbeDue())) == 1
+    assert len(cursor.on_probe_due()) == 1
     cursor.on_live_batch(4, payload(4))
-    cursor.handle(ClearApplied())
+    cursor.on_clear_applied()
     assert cursor.state is StreamState.LIVE
 
 
 def test_a_dead_publisher_gets_no_request_until_it_reconnects() -> None:
     cursor = live_cursor()
-    cursor.handle(ProbeDue())
-    cursor.handle(ReplayTimedOut(cursor.open_request_id or 0))
-    [clear] = cursor.handle(ConnectionTimedOut())
+    cursor.on_probe_due()
+    cursor.on_replay_timeout(cursor.open_request_id or 0)
+    [clear] = cursor.on_connection_timeout()
     assert isinstance(clear, Clear)
     assert (cursor.state, cursor.last_seq) == (StreamState.DEAD, -1)
-    assert cursor.handle(RetryDue()) == cursor.handle(ProbeDue()) == ()
-    assert cursor.handle(Connected()) == (SendReplayRequest(3, 0, ReplayVerb.SYNC, NO_EPOCH),)
+    assert cursor.on_retry_due() == cursor.on_probe_due() == ()
+    assert cursor.on_connected() == (SendReplayRequest(3, 0, ReplayVerb.SYNC, NO_EPOCH),)
     assert receive_snapshot(cursor, at(NEW, 2)) == (CommitStaging(),)
     assert cursor.state is StreamState.LIVE
 
@@ -399,14 +383,14 @@ def test_each_batch_is_counted_once() -> None:
         )
         meta(cursor, ReplayMetaKind.BEGIN, at(OLD, held + 1))
         for seq in (held + 1, held + 2, held + 3, held + 3):
-            cursor.handle(ReplayBatchReceived(repeat + 1, seq, payload(seq)))
-        assert cursor.handle(ReplayBatchReceived(1, 0, b"of the first answer")) == ()
+            cursor.on_replay_batch(repeat + 1, seq, payload(seq))
+        assert cursor.on_replay_batch(1, 0, b"of the first answer") == ()
         meta(cursor, ReplayMetaKind.END, at(OLD, held + 4))
-        assert cursor.handle(ReplayBatchReceived(repeat + 1, held + 4, b"after the end")) == ()
+        assert cursor.on_replay_batch(repeat + 1, held + 4, b"after the end") == ()
         late = ReplayMeta(
             request_token(1), OLD, 0, held + 4, ReplayMetaKind.STATUS, False, held + 4, at(OLD, held + 4).digest
         )
-        assert cursor.handle(ReplayMetaReceived(repeat + 1, late)) == ()
+        assert cursor.on_replay_meta(repeat + 1, late) == ()
     counters = cursor.counters
     assert (counters.applied, counters.recovered, counters.duplicates, counters.gaps) == (8, 6, 2, 2)
     assert (counters.stale_replays, counters.replays_asked, counters.replays_cut, counters.losses) == (6, 3, 0, 0)
@@ -419,9 +403,9 @@ def test_batches_after_the_chunks_are_staged_as_batches() -> None:
         SendReplayRequest(1, 0, ReplayVerb.SYNC, NO_EPOCH),
     )  # the batch shows that the connection is up
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), snap=True)
-    assert cursor.handle(ReplayBatchReceived(1, 0, b"chunk")) == (ApplyStaged(2, b"chunk", True),)
+    assert cursor.on_replay_batch(1, 0, b"chunk") == (ApplyStaged(2, b"chunk", True),)
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), chunks=1)
-    assert cursor.handle(ReplayBatchReceived(1, 3, payload(3))) == (ApplyStaged(3, payload(3), False),)
+    assert cursor.on_replay_batch(1, 3, payload(3)) == (ApplyStaged(3, payload(3), False),)
     assert meta(cursor, ReplayMetaKind.END, at(OLD, 4)) == (
         CommitStaging(),
         SendReplayRequest(2, 4, ReplayVerb.SYNC, OLD),
@@ -431,7 +415,7 @@ def test_batches_after_the_chunks_are_staged_as_batches() -> None:
 def test_a_snapshot_that_contradicts_its_chunks_is_cut_without_a_splice() -> None:
     cursor = live_cursor()
     for cut in (1, 2):
-        cursor.on_live_batch(9, b"beyond a gap") if cut == 1 else cursor.handle(RetryDue())
+        cursor.on_live_batch(9, b"beyond a gap") if cut == 1 else cursor.on_retry_due()
         meta(cursor, ReplayMetaKind.BEGIN, at(NEW, 5), snap=True)
         assert meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 5)) == (AbortStaging(), RetryLater(cut))
         assert (cursor.counters.replays_cut, cursor.counters.splices) == (cut, 0)
@@ -439,18 +423,18 @@ def test_a_snapshot_that_contradicts_its_chunks_is_cut_without_a_splice() -> Non
 
 def test_a_damaged_snapshot_is_requested_again_once_it_is_folded() -> None:
     cursor = StreamCursor(has_replay=True)
-    cursor.handle(Connected())
+    cursor.on_connected()
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), snap=True)
-    cursor.handle(ReplayBatchReceived(1, 0, b"chunk"))
-    cursor.handle(BatchDamaged())
+    cursor.on_replay_batch(1, 0, b"chunk")
+    cursor.on_batch_damaged()
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), chunks=1)
     assert meta(cursor, ReplayMetaKind.END, at(OLD, 3)) == (CommitStaging(),)
     assert cursor.state is StreamState.PARTIAL
     cursor.on_live_batch(3, payload(3))
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), first=3) == ()
     assert cursor.state is StreamState.PARTIAL
-    cursor.handle(ProbeDue())
+    cursor.on_probe_due()
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), first=4) == (
         SendReplayRequest(4, 4, ReplayVerb.SNAPSHOT, OLD),
     )
@@ -459,7 +443,7 @@ def test_a_damaged_snapshot_is_requested_again_once_it_is_folded() -> None:
 def test_an_upstream_state_counts_even_in_an_unverifiable_status() -> None:
     for upstream, state in ((None, StreamState.LIVE), ("connecting", StreamState.PARTIAL)):
         cursor = live_cursor()
-        cursor.handle(ProbeDue())
+        cursor.on_probe_due()
         cursor.on_live_batch(3, payload(3))
         assert (
             meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), upstream=upstream) == ()
@@ -483,7 +467,7 @@ def test_a_frame_at_the_publishers_next_number_is_a_stray() -> None:
     cursor = live_cursor()
     cursor.on_live_batch(4, b"of another epoch")
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
-    cursor.handle(ReplayBatchReceived(2, 3, payload(3)))
+    cursor.on_replay_batch(2, 3, payload(3))
     meta(cursor, ReplayMetaKind.END, at(OLD, 4))
     assert cursor.on_live_batch(6, b"of another epoch") == (SendReplayRequest(3, 4, ReplayVerb.STATUS, OLD),)
     assert cursor.state is StreamState.LIVE
