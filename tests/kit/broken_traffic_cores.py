@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from observability.kv_stream import StreamCursor
+from observability.kv_stream import StreamCursor, StreamState
 from observability.kv_stream.digest_cursor import DigestCursor
 from observability.kv_stream.instructions import Instruction
 from observability.kv_stream.plain_cursor import PlainCursor
@@ -170,3 +170,15 @@ def a_plain_gap_is_never_asked_about(patch: pytest.MonkeyPatch) -> None:
         return ()
 
     patch.setattr(PlainCursor, "_recover_gap", remember)
+
+
+def live_batches_cost_replays_again_and_again(patch: pytest.MonkeyPatch) -> None:
+    """Each replay is short, so the reader is LIVE again soon enough, and on time."""
+    live = DigestCursor.on_live_batch
+
+    def leave_live(self: DigestCursor, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+        instructions = live(self, seq, payload)
+        is_spare = self.state is StreamState.LIVE and self.open_request_id is None and self._credit.available > 2
+        return (*instructions, *self._sync()) if is_spare and seq % 40 == 0 else instructions
+
+    patch.setattr(DigestCursor, "on_live_batch", leave_live)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from worlds.jetstream_actor import LogReaderActor, LogWriterActor
-from worlds.log_reader_judge import Truth
+from worlds.jetstream_actor import LogReaderActor, LogWriterActor, Truth
 from worlds.simulated_broker import SimulatedBroker
 from worlds.timeline import Timeline
 

@@ -57,13 +57,14 @@ def planted_list() -> list[str]:
 
 
 def lost(before: list[str], after: list[str]) -> list[str]:
-    """Return the lines of ``before`` whose variant ``after`` has less often."""
+    """Return the lines of ``before`` whose variant ``after`` has less often. Of a planted bug, one line suffices."""
     left = Counter(line.partition("\t")[0] for line in after)
+    planted = {_words(name) for name in PLANTED}
     missing = []
     for line in before:
         variant = line.partition("\t")[0]
-        left[variant] -= 1
-        if left[variant] < 0:
+        left[variant] -= variant not in planted
+        if left[variant] < (variant in planted):
             missing.append(line)
     return missing
 

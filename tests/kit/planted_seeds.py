@@ -52,6 +52,7 @@ FOUND: dict[str, tuple[WorldKind, int, str]] = {
     "kept_batches_have_no_bound": ("stream", 18, "memory is bounded"),
     "large_batches_wait": ("jetstream", 4, "every reader is LIVE in time"),
     "live_batches_are_dropped_during_an_answer": ("stream", 10, "every reader is LIVE in time"),
+    "live_batches_cost_replays_again_and_again": ("stream", 1, "LIVE lasts"),
     "lost_chunks_not_counted": ("stream", 10, "a LIVE view is never wrong"),
     "media_are_one": ("relay", 0, "a relay publishes the union of its sources"),
     "messages_sent_beyond_the_limit": ("jetstream", 0, "the snapshot covers what the log drops"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds import DiskFaults, FaultyDisk
-from worlds.faulty_disk import FloorOnFaultyDisk
+from worlds.faults import FloorOnFaultyDisk
 
 from scheduler_components import StartError
 from scheduler_components.kv_events import sequence_floor

@@ -199,6 +199,16 @@ def test_the_replay_buffer_is_bounded_and_its_bytes_are_counted(
     assert stream.num_snapshot_blocks == sum(counts[: stream.first + 1])
 
 
+def test_one_drain_folds_what_a_pin_has_held_back() -> None:
+    stream = EventStream(epoch=bytes(16), max_steps=2, max_bytes=10**6)
+    stream.pins = 1
+    for number in range(8):
+        stream.append(BatchEncoder("array").encode(KVEventBatch(float(number), ()), 0))
+    stream.pins = 0
+    stream.fold_oldest()
+    assert not stream.is_over_limit
+
+
 def test_a_snapshot_fits_into_as_few_messages_as_it_needs() -> None:
     stream = EventStream(epoch=bytes(16), max_steps=1, max_bytes=10**9)
     encoder = BatchEncoder("array")

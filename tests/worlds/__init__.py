@@ -10,16 +10,19 @@ the promises which docs/explanation/simulated-delivery.md lists can be judged wh
 
 from __future__ import annotations
 
-from worlds.delivery_report import (
+from worlds.delivery_world import (
+    WORLD_KINDS,
     DeliveryReport,
     DeliverySummary,
+    DeliveryWorld,
     Violation,
+    WorldKind,
+    WorldPart,
     encode_delivery_report,
+    run_world,
     summarize_deliveries,
 )
-from worlds.delivery_world import WORLD_KINDS, DeliveryWorld, WorldKind, WorldPart, run_world
-from worlds.faulty_disk import DiskFaults, FaultyDisk
-from worlds.faulty_link import PERFECT, FaultyLink, LinkCounters, LinkFault, LinkQuality, TimedLink
+from worlds.faults import PERFECT, DiskFaults, FaultyDisk, FaultyLink, LinkCounters, LinkFault, LinkQuality, TimedLink
 from worlds.publisher_actor import (
     FORGED_PAYLOAD,
     OTHER_TOPIC,
@@ -29,10 +32,9 @@ from worlds.publisher_actor import (
     PublisherShape,
     State,
 )
-from worlds.stream_part import StreamPart
+from worlds.stream_world import StreamPart
 from worlds.subscriber_actor import Answer, SubscriberActor, begins_chunks
-from worlds.timeline import BrokenPromise, Timeline
-from worlds.world_counters import Measure
+from worlds.timeline import BrokenPromise, Measure, Timeline
 
 __all__ = [
     # a world

@@ -22,8 +22,6 @@ from worlds import (
     summarize_deliveries,
 )
 
-__all__ = ["format_summary", "format_violation", "main"]
-
 _NUM_SEEDS = 100
 _MEASURES: dict[Measure, str] = {
     "until_live_s": "longest time from a reader's last fault to LIVE: {:.3f} s",

@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Literal, Protocol, TypeAlias
 
-from worlds.delivery_report import DeliveryReport, Violation
-from worlds.jetstream_part import JetStreamPart
-from worlds.plain_part import PlainPart
-from worlds.relay_part import RelayPart
-from worlds.stream_part import StreamPart
-from worlds.timeline import BrokenPromise, Timeline
-from worlds.world_counters import WorldCounters
-from worlds.world_shape import draw_stream_shape
+import msgspec
 
-__all__ = ["WORLD_KINDS", "DeliveryWorld", "WorldKind", "WorldPart", "run_world"]
+from worlds.jetstream_world import JetStreamPart
+from worlds.plain_world import PlainPart
+from worlds.relay_world import RelayPart
+from worlds.stream_world import StreamPart, draw_stream_shape
+from worlds.timeline import BrokenPromise, Measure, Timeline, WorldCounters
 
 _JUDGE_EVERY_S = 0.05
 """Time between two judgements of what must hold in a calm."""
@@ -184,3 +182,98 @@ def draw_kind(seed: int) -> WorldKind:
 def run_world(seed: int, *, kind: WorldKind | None = None) -> DeliveryReport:
     """Run the world of a seed."""
     return DeliveryWorld(seed, kind=kind).run()
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """A broken promise.
+
+    Attributes:
+        time_s: virtual time.
+        phase: of the world: storm, calm or quiet.
+        promise: the promise.
+        detail: who broke it, and how.
+        last_events: the newest lines of the history, the oldest first.
+    """
+
+    time_s: float
+    phase: str
+    promise: str
+    detail: str
+    last_events: tuple[str, ...]
+
+
+class DeliveryReport(msgspec.Struct, frozen=True):
+    """The result of one world. A seed gives the same report on every machine with the same Python.
+
+    Attributes:
+        seed: of the world.
+        kind: of the world, such as ``stream``.
+        duration_s: virtual time.
+        num_events: actions on the time line.
+        history: digest of the history.
+        faults: by kind.
+        counts: what else happened, by kind.
+        measured: the greatest value of each ``Measure`` that was taken.
+        violation: the first broken promise, which ends the world; None if all were kept.
+    """
+
+    seed: int
+    kind: str
+    duration_s: float
+    num_events: int
+    history: str
+    faults: dict[str, int]
+    counts: dict[str, int]
+    measured: dict[Measure, float]
+    violation: Violation | None
+
+
+class DeliverySummary(msgspec.Struct, frozen=True):
+    """The results of several worlds.
+
+    Attributes:
+        num_worlds: worlds that ended.
+        duration_s: virtual time of all of them.
+        faults, counts: over all of them, as in ``DeliveryReport``.
+        measured: over all worlds of a kind, by kind.
+        violations: of the seeds that broke a promise, by seed.
+    """
+
+    num_worlds: int
+    duration_s: float
+    faults: dict[str, int]
+    counts: dict[str, int]
+    measured: dict[str, dict[Measure, float]]
+    violations: dict[int, Violation]
+
+
+def summarize_deliveries(reports: Iterable[DeliveryReport]) -> DeliverySummary:
+    """Return the results of several worlds as one."""
+    faults: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    violations: dict[int, Violation] = {}
+    measured: dict[str, dict[Measure, float]] = {}
+    num_worlds, duration_s = 0, 0.0
+    for report in reports:
+        num_worlds += 1
+        duration_s += report.duration_s
+        faults.update(report.faults)
+        counts.update(report.counts)
+        of_kind = measured.setdefault(report.kind, {})
+        for name, value in report.measured.items():
+            of_kind[name] = max(value, of_kind.get(name, value))
+        if report.violation is not None:
+            violations[report.seed] = report.violation
+    return DeliverySummary(
+        num_worlds=num_worlds,
+        duration_s=duration_s,
+        faults=dict(sorted(faults.items())),
+        counts=dict(sorted(counts.items())),
+        measured=dict(sorted(measured.items())),
+        violations=violations,
+    )
+
+
+def encode_delivery_report(report: DeliveryReport) -> bytes:
+    """Return a report as one line of JSON without its end. Equal reports give equal bytes."""
+    return msgspec.json.encode(report)

@@ -22,8 +22,6 @@ from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 from scheduler_components.values import PublisherStats
 from worlds.timeline import BrokenPromise
 
-__all__ = ["FORGED_PAYLOAD", "OTHER_TOPIC", "TOPIC", "LiveFrame", "PublisherActor", "PublisherShape", "State"]
-
 State: TypeAlias = frozenset[tuple[int, Tier]]
 """Blocks by hash and tier."""
 

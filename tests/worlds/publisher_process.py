@@ -21,13 +21,10 @@ from scheduler_components.kv_events.handover import IDLE_REPLAY_S, PUBLISH_S, RE
 from scheduler_components.kv_events.replay_messages import ReplayRequest
 from scheduler_components.kv_events.sequence_floor import SequenceFloor, open_floor
 from scheduler_components.kv_events.stream_drain import ReplayServer, StreamDrain
-from worlds.faulty_disk import FaultyDisk, FloorOnFaultyDisk, WriteFate
+from worlds.faults import FaultyDisk, FloorOnFaultyDisk, WriteFate
 from worlds.publisher_actor import LiveFrame, PublisherActor, PublisherShape
 from worlds.subscriber_actor import SubscriberActor
-from worlds.timeline import BrokenPromise, Timeline
-from worlds.world_counters import WorldCounters
-
-__all__ = ["MAX_SEND_DELAY_S", "Answers", "Peer", "ProcessShape", "PublisherProcess", "SessionAnswers"]
+from worlds.timeline import BrokenPromise, Timeline, WorldCounters
 
 _WAKE_S = 0.001
 """Time in which the replay socket wakes the thread: for a request, or for a client that takes messages again."""

@@ -18,13 +18,11 @@ from observability.kv_stream.instructions import SendReplayRequest
 from observability.kv_stream.reopen_pauses import ReopenPauses
 from scheduler_components._internal.validators import number_validator
 from scheduler_components.kv_events.replay_messages import END_SEQ, ReplayRequest
-from worlds.faulty_link import LinkFault, LinkQuality, TimedLink
+from worlds.faults import LinkFault, LinkQuality, TimedLink
 from worlds.publisher_actor import FORGED_PAYLOAD, OTHER_TOPIC, TOPIC, LiveFrame
 from worlds.publisher_process import Peer
 from worlds.subscriber_actor import Answer, FollowedPublisher, SubscriberActor, begins_chunks
 from worlds.timeline import Timeline
-
-__all__ = ["ConnectionListener", "PublisherHost", "ReaderNetwork", "ReaderShape", "StreamConnection", "least_capacity"]
 
 _ROUNDING_S = 2e-9
 """The clock counts nanoseconds, and a deadline may be between two of them."""

@@ -31,8 +31,6 @@ from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMet
 from worlds.publisher_actor import TOPIC, LiveFrame, State
 from worlds.timeline import BrokenPromise
 
-__all__ = ["Answer", "FollowedPublisher", "SubscriberActor", "begins_chunks"]
-
 
 class FollowedPublisher(Protocol):
     """What is true about a publisher, for the readers that follow it."""

@@ -59,14 +59,6 @@ def test_the_state_of_each_number_is_what_a_reader_of_all_frames_has(steps: list
     assert actor.states[actor.epoch, actor.stream.next_sequence - 1] == actor.held
 
 
-def test_an_epoch_by_the_clock_begins_with_a_clear() -> None:
-    sent = list[LiveFrame]()
-    actor = publisher(sent, seq_base="clock")
-    actor.start_epoch()
-    assert [(frame.epoch, frame.sequence) for frame in sent] == [(0, 0), (1, 100)]
-    assert BatchDecoder().decode(sent[-1].frames[2]).events == (AllBlocksCleared(),)
-
-
 def test_a_hole_in_the_numbers_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = list[LiveFrame]()
     actor = publisher(sent)

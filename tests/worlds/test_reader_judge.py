@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-import attrs
 import pytest
-from kit import broken_traffic_cores
 
-from observability.kv_stream import StreamCursor, StreamState
-from observability.kv_stream.digest_cursor import DigestCursor
-from scheduler_components import BlockStored
-from scheduler_components.kv_events.replay_messages import ReplayVerb
-from worlds import BrokenPromise, DiskFaults, FaultyDisk, LinkQuality, PublisherShape, Timeline
+from observability.kv_stream import StreamState
+from scheduler_components import BlockRemoved, BlockStored
+from scheduler_components.kv_events.replay_messages import END_SEQ, ReplayRequest, ReplayVerb
+from worlds import (
+    BrokenPromise,
+    DiskFaults,
+    FaultyDisk,
+    LinkQuality,
+    LiveFrame,
+    PublisherActor,
+    PublisherShape,
+    SubscriberActor,
+    Timeline,
+)
 from worlds.publisher_process import ProcessShape, PublisherProcess
-from worlds.reader_judge import ReaderJudge, recovery_limit_s
-from worlds.recovery_model import POLICY
+from worlds.reader_judge import JoiningBytes, LossLedger, ReaderJudge, recovery_limit_s, snapshot_bytes
 from worlds.stream_connection import ReaderNetwork, ReaderShape, StreamConnection
-from worlds.world_counters import WorldCounters
+from worlds.stream_world import POLICY
+from worlds.timeline import WorldCounters
 
 NETWORK = ReaderNetwork(live=LinkQuality(latency_s=0.001), replay=LinkQuality(latency_s=0.001))
 
@@ -68,36 +76,6 @@ def test_a_reader_that_arrives_is_judged_and_measured() -> None:
     assert it.judge.limit_s == recovery_limit_s(POLICY, NETWORK)
 
 
-def test_a_reader_that_never_arrives_breaks_a_promise() -> None:
-    it = Bench()
-    it.judge.begin()
-    it.wait(it.judge.limit_s - 0.1)
-    it.judge.judge()
-    it.wait(0.2)
-    with pytest.raises(BrokenPromise, match="every reader is LIVE in time"):
-        it.judge.judge()
-
-
-@pytest.mark.parametrize("window", [16, 1])
-def test_a_lost_batch_costs_no_snapshot_while_the_publisher_keeps_it(
-    window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    it = Bench(window=window)
-    it.arrive()
-    sync = DigestCursor._sync
-    monkeypatch.setattr(DigestCursor, "_sync", lambda self, *_: sync(self, ReplayVerb.SNAPSHOT))
-    it.judge.expect_repair()
-    it.connection.loses_frames = True
-    it.publish(1)
-    it.connection.loses_frames = False
-    it.publish(1)
-    if window > 1:
-        with pytest.raises(BrokenPromise, match="a lost batch costs no snapshot"):
-            it.wait(1.0)
-    else:
-        it.wait(1.0)
-
-
 def test_a_fault_excuses_and_a_storm_does_so_without_a_limit() -> None:
     it = Bench()
     it.judge.begin()
@@ -108,49 +86,6 @@ def test_a_fault_excuses_and_a_storm_does_so_without_a_limit() -> None:
     it.judge.end()
     it.judge.on_fault("pauses")
     assert it.judge.due_s == math.inf
-
-
-def test_a_reader_that_misses_a_batch_for_too_long_breaks_a_promise() -> None:
-    it = Bench()
-    it.arrive()
-    it.connection.paused_until_s = math.inf  # not a fault that the judge hears of
-    it.publish(1)
-    it.judge.judge()
-    it.wait(0.3)
-    assert it.connection.reader.state is StreamState.LIVE
-    with pytest.raises(BrokenPromise, match="batches arrive in time"):
-        it.judge.judge()
-
-
-@pytest.mark.parametrize("is_excused", [False, True])
-def test_a_snapshot_that_is_sent_twice_breaks_a_promise(monkeypatch: pytest.MonkeyPatch, is_excused: bool) -> None:
-    broken_traffic_cores.a_snapshot_is_sent_twice(monkeypatch)
-    it = Bench(window=4)
-    it.judge.begin()
-    if is_excused:
-        it.judge.excuse()
-    with pytest.raises(BrokenPromise, match="the cost of a joining reader is bounded"):
-        it.arrive()
-
-
-def test_a_recovered_batch_that_is_not_counted_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Bench()
-    it.arrive()
-    counters = it.connection.reader.follower.cursor.counters
-    last = it.connection.reader.follower.cursor.last_seq
-    losing = attrs.evolve(NETWORK, live=attrs.evolve(NETWORK.live, loss=1.0))
-    for forgets in (False, True):
-        it.connection.set_network(losing)
-        it.publish(2)
-        it.wait(0.1)
-        it.connection.set_network(NETWORK)
-        if forgets:
-            counters.recovered -= 1
-            with pytest.raises(BrokenPromise, match="every loss is reported: reader reports -1 recovered"):
-                it.wait(4.0)
-        else:
-            it.wait(4.0)  # the reader finds the loss by a probe, and counts it
-            assert (it.connection.reader.follower.cursor.last_seq, counters.recovered) == (last + 2, 18)
 
 
 def test_a_reader_that_leaves_live_again_and_again_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,68 +101,149 @@ def test_a_reader_that_leaves_live_again_and_again_breaks_a_promise(monkeypatch:
             it.judge.judge()
 
 
-def test_a_number_that_another_epoch_has_taken_is_reported_by_the_next_proof() -> None:
-    it = Bench()
-    it.arrive()
-    reader = it.connection.reader
-    it.connection.set_network(attrs.evolve(NETWORK, live=attrs.evolve(NETWORK.live, loss=1.0)))
-    it.publish(1)
-    it.wait(0.01)
-    it.connection.set_network(NETWORK)
-    it.connection.hide_restart()
-    it.process.crash(is_clean=False, is_hidden=True)
-    it.process.restart(skew_s=0.0)
-    it.publish(103)
-    it.wait(0.01)
-    assert reader.state is StreamState.LIVE and reader.follower.cursor.last_seq > 100 and reader.truth.is_spliced
-    restarts = reader.follower.cursor.counters.restarts
-    it.wait(4.0)
-    assert reader.state is StreamState.LIVE and reader.epoch == 1
-    assert reader.follower.cursor.counters.restarts == restarts + 1
+class LedgerBench:
+    """A reader that is LIVE at batch 9 of epoch 0. The test changes its position and its counters."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.state, self.is_extended, self.last_seq = StreamState.LIVE, True, 9
+        publisher = PublisherActor(PublisherShape(), broadcast=lambda _: None, first_sequence=lambda _: 0)
+        self.reader = SubscriberActor("reader", publisher, channel=self, policy=POLICY)
+        self.reader.truth.connected_epoch = self.reader.truth.verified_epoch = 0
+        cursor = type(self.reader.follower.cursor)
+        for name in ("state", "is_extended", "last_seq"):
+            patch.setattr(cursor, name, property(lambda _, name=name: getattr(self, name)))
+        self.counters = self.reader.follower.cursor.counters
+        self.ledger = LossLedger(self.reader)
+        self.ledger.check()
+
+    def send(self, request: object) -> None:
+        """Send nothing."""
+
+    def cancel(self) -> None:
+        """Send nothing."""
+
+    def pass_batches(self, *, live: int, recovered: int) -> None:
+        """Move the position by batches that came live, and by others."""
+        self.last_seq += live + recovered
+        self.reader.num_applied_live += live
+        self.counters.recovered += recovered
+
+    def begin_epoch(self) -> None:
+        self.last_seq = 3
+        self.reader.num_jumps += 1
+        self.reader.truth.connected_epoch = self.reader.truth.verified_epoch = 1
 
 
-def lose_first_requests(it: Bench) -> None:
-    """Let the reader begin to follow without the extension, and the traffic go on without a pause."""
-
-    def publish() -> None:
-        it.publish(1)
-        it.timeline.after(0.02, publish)
-
-    publish()
-    losing = attrs.evolve(NETWORK, replay=attrs.evolve(NETWORK.replay, loss=1.0))
-    it.connection.set_network(losing)
-    it.connection.open()
-    it.wait(1.5)
-    assert not it.connection.reader.follower.cursor.is_extended
-    it.connection.set_network(NETWORK)
-    it.judge.begin()
+def jump(it: LedgerBench) -> None:
+    it.last_seq += 30
+    it.reader.num_jumps += 1
 
 
-def test_a_reader_whose_first_requests_were_lost_finds_the_extension_although_the_stream_never_pauses() -> None:
-    it = Bench(window=4)
-    lose_first_requests(it)
-    it.wait(it.judge.limit_s + 0.1)
-    it.judge.judge()
-    assert it.connection.reader.state is StreamState.LIVE and it.connection.reader.epoch == 0
+def as_plain(it: LedgerBench) -> None:
+    it.is_extended = False
+    it.ledger.check()
 
 
-def test_a_reader_that_never_finds_the_extension_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StreamCursor, "on_extension_probe_due", lambda _: ())
-    it = Bench(window=4)
-    lose_first_requests(it)
-    it.wait(it.judge.limit_s + 0.1)
-    with pytest.raises(BrokenPromise, match="every reader finds the extension"):
-        it.judge.judge()
+def counts(**counters: int) -> Callable[[LedgerBench], None]:
+    def count(it: LedgerBench) -> None:
+        for name, value in counters.items():
+            setattr(it.counters, name, getattr(it.counters, name) + value)
+
+    return count
 
 
-def test_a_forged_frame_excuses_a_reader_until_its_next_proof_is_due_and_no_longer() -> None:
-    it = Bench()
-    it.arrive()
-    it.connection.forge(100, is_own_topic=True)
-    it.wait(0.01)
-    reader = it.connection.reader
-    assert reader.state is StreamState.LIVE and reader.follower.cursor.last_seq == 100
-    with pytest.raises(BrokenPromise, match="a LIVE view is never wrong"):
-        reader.check(is_proof_due=True)
-    it.wait(it.judge.limit_s + 0.1)
-    it.judge.judge()
+def steps(*each: Callable[[LedgerBench], None]) -> Callable[[LedgerBench], None]:
+    def do(it: LedgerBench) -> None:
+        for step in each:
+            step(it)
+
+    return do
+
+
+RIGHT: dict[str, Callable[[LedgerBench], None]] = {
+    "all live": lambda it: it.pass_batches(live=5, recovered=0),
+    "lost and recovered": lambda it: it.pass_batches(live=2, recovered=3),
+    "batches of an answer that was given up": steps(
+        lambda it: it.pass_batches(live=2, recovered=3), counts(recovered=4, replays_cut=1)
+    ),
+    "a snapshot": steps(jump, counts(snapshots=1)),
+    "a restart": steps(lambda it: it.begin_epoch(), counts(snapshots=1, restarts=1)),
+    "dead meanwhile": steps(
+        lambda it: setattr(it, "state", StreamState.DEAD),
+        lambda it: it.ledger.check(),
+        lambda it: setattr(it, "state", StreamState.LIVE),
+        lambda it: it.begin_epoch(),
+        counts(snapshots=1),
+    ),
+    "a base state without the extension": steps(as_plain, jump, counts(recovered=2)),
+    "history lost without the extension": steps(as_plain, jump, counts(losses=1)),
+}
+
+WRONG: dict[str, Callable[[LedgerBench], None]] = {
+    "a recovered batch is not counted": steps(lambda it: it.pass_batches(live=2, recovered=3), counts(recovered=-1)),
+    "too many are counted": steps(lambda it: it.pass_batches(live=5, recovered=0), counts(recovered=1)),
+    "a jump without a snapshot": jump,
+    "an epoch without a snapshot": steps(lambda it: it.begin_epoch(), counts(restarts=1)),
+    "an epoch without a restart": steps(lambda it: it.begin_epoch(), counts(snapshots=1)),
+    "nothing is reported without the extension": steps(as_plain, jump),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_a_reader_that_reports_what_it_can_know_is_right(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = LedgerBench(monkeypatch)
+    RIGHT[what](it)
+    it.ledger.check()
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_reader_whose_counters_lack_a_loss_breaks_a_promise(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = LedgerBench(monkeypatch)
+    WRONG[what](it)
+    with pytest.raises(BrokenPromise, match="every loss is reported"):
+        it.ledger.check()
+
+
+def test_lost_numbers_that_count_as_live_break_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = LedgerBench(monkeypatch)
+    for number in (11, 12, 99):
+        it.ledger.on_lost(0, number)
+    it.pass_batches(live=5, recovered=0)
+    with pytest.raises(BrokenPromise, match="of which 2 were lost"):
+        it.ledger.check()
+
+
+class JoiningBench:
+    """A publisher whose replay buffer has four batches, and a reader that joins later."""
+
+    def __init__(self) -> None:
+        self.joining: JoiningBytes | None = None
+        self.actor = PublisherActor(PublisherShape(), broadcast=self.broadcast, first_sequence=lambda _: 0)
+        self.publish(20)
+
+    def broadcast(self, frame: LiveFrame) -> None:
+        if self.joining is not None:
+            self.joining.on_sent(frame)
+
+    def publish(self, count: int) -> None:
+        for number in range(count):
+            blocks = tuple(range(2 * number, 2 * number + 2))
+            self.actor.publish_events((BlockStored(blocks, None, blocks, 1, None), BlockRemoved((2 * number + 1,))))
+            self.actor.idle()
+
+    def answer_bytes(self, verb: ReplayVerb | None) -> int:
+        """Return the payload bytes of one whole answer, without METAs."""
+        self.actor.receive(b"client", ReplayRequest(0, verb), has_extension=verb is not None)
+        num_bytes = 0
+        while b"client" in self.actor.sessions.clients:
+            message = self.actor.sessions.message(b"client")
+            self.actor.sessions.on_sent(b"client")
+            num_bytes += len(message[-1]) if message is not None and message[-2] != END_SEQ else 0
+        return num_bytes
+
+
+@pytest.mark.parametrize("verb", [ReplayVerb.SYNC, None])
+def test_an_answer_has_the_size_of_the_snapshot_and_the_replay_buffer(verb: ReplayVerb | None) -> None:
+    it = JoiningBench()
+    assert it.actor.stream.has_folded and snapshot_bytes(it.actor.stream) > 100
+    assert it.answer_bytes(verb) == JoiningBytes(it.actor).limit(0)

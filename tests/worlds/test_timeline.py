@@ -16,13 +16,6 @@ def test_actions_happen_in_order_and_the_time_ends_where_it_was_asked_to() -> No
     assert (timeline.now_s, timeline.num_events) == (3.0, 4)
 
 
-def test_an_action_at_the_end_still_happens() -> None:
-    timeline, happened = Timeline(seed=0), list[float]()
-    timeline.after(1.0, lambda: timeline.at(1.0, lambda: happened.append(timeline.now_s)))
-    timeline.run_until(1.0)
-    assert happened == [1.0]
-
-
 def test_the_history_has_a_digest_and_its_last_lines() -> None:
     def digest(seed: int, *lines: str) -> str:
         timeline = Timeline(seed=seed)
@@ -37,10 +30,3 @@ def test_the_history_has_a_digest_and_its_last_lines() -> None:
         timeline.record(f"event {number}")
     assert timeline.last_events[-1] == "0.000000 event 99"
     assert len(timeline.last_events) == 24
-
-
-def test_a_probability_of_zero_draws_nothing() -> None:
-    timeline = Timeline(seed=1)
-    assert not timeline.happens(0.0)
-    assert timeline.random.random() == Timeline(seed=1).random.random()
-    assert timeline.happens(1.0)

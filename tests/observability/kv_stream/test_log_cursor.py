@@ -14,11 +14,9 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from kit import broken_log_cores
 from kit.searches import num_examples
-from worlds.jetstream_actor import POLICY, LogReaderActor, LogWriterActor
-from worlds.log_reader_judge import Truth
-from worlds.log_troubles import JOIN_LIMIT_S, LogTrouble
+from worlds.jetstream_actor import POLICY, LogReaderActor, LogWriterActor, Truth
 from worlds.publisher_actor import FORGED_PAYLOAD
-from worlds.simulated_broker import BrokerQuality, SimulatedBroker
+from worlds.simulated_broker import JOIN_LIMIT_S, BrokerQuality, LogTrouble, SimulatedBroker
 from worlds.timeline import Timeline
 
 from observability.jetstream.log_writer import LogLimits

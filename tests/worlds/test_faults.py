@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError
-from worlds import PERFECT, FaultyLink, LinkFault, LinkQuality, TimedLink, Timeline
+from worlds import DiskFaults, FaultyDisk, FaultyLink, LinkFault, LinkQuality, TimedLink, Timeline
+from worlds.faults import WriteFate
 
 STEPS = st.lists(st.sampled_from(["send", "send", "cut", *LinkFault]), max_size=40)
 
@@ -48,16 +49,6 @@ class Receiver:
         self.arrived.append((self.timeline.now_s, message))
 
 
-def test_messages_arrive_in_order_after_latency_and_jitter() -> None:
-    it = Receiver(LinkQuality(latency_s=0.1, jitter_s=0.05))
-    for number in range(20):
-        it.timeline.after(0.001 * number, lambda number=number: it.link.send(number))  # type: ignore[misc]
-    it.timeline.run_until(1.0)
-    assert [number for _, number in it.arrived] == list(range(20))
-    assert all(0.1 <= time_s - 0.001 * number <= 0.17 for time_s, number in it.arrived)
-    assert it.faults == []
-
-
 def test_each_fault_is_reported_with_its_message() -> None:
     it = Receiver(LinkQuality(latency_s=0.0, loss=0.2, duplication=0.2, reordering=0.2))
     for number in range(300):
@@ -74,21 +65,32 @@ def test_each_fault_is_reported_with_its_message() -> None:
     assert all([number for _, number in it.arrived].count(each) > 1 for each in repeated - lost)
 
 
-def test_nothing_arrives_after_a_cut() -> None:
-    it = Receiver(PERFECT)
-    it.link.send(1)
-    it.link.cut()
-    assert not it.link.send(2)
-    it.timeline.run_until(1.0)
-    assert it.arrived == []
-    assert it.link.link.counters.cut == 1
+def disk(seed: int = 0, **faults: float) -> FaultyDisk:
+    return FaultyDisk(random=random.Random(seed), faults=DiskFaults(**faults))
 
 
-def test_a_full_link_refuses() -> None:
-    it = Receiver(LinkQuality(capacity=1))
-    assert (it.link.send(1), it.link.send(2)) == (True, False)
-
-
-def test_a_negative_probability_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"loss.*is not a probability"):
-        LinkQuality(loss=-0.1)
+@given(
+    seed=st.integers(0, 1_000),
+    steps=st.lists(st.sampled_from(["write", "crash"]), max_size=30),
+    lies=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_a_file_has_its_newest_write_or_the_disk_says_what_became_of_it(
+    seed: int, steps: list[str], lies: float
+) -> None:
+    it = disk(seed, lies=lies, lost=0.5, torn=0.5)
+    written: list[bytes | None] = [None]
+    for number, step in enumerate(steps):
+        if step == "write":
+            written.append(b"content %d" % number)
+            before, content = it.read("file"), written[-1]
+            it.write("file", content or b"")
+        else:
+            it.crash()
+        found, fate = it.read("file"), it.fate("file")
+        if fate is WriteFate.KEPT:
+            assert found == written[-1]
+        elif fate is WriteFate.LOST:
+            assert found == before, "the write before the lost one"
+        else:
+            assert found is not None and content is not None and content.startswith(found) and found != content
+    assert lies or not it.counters

@@ -19,15 +19,10 @@ from observability.kv_stream import StreamState
 from observability.kv_stream.log_records import LogHeartbeat, Snapshot, SnapshotPointer
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES, STREAM_DIGEST_BYTES
-from worlds.jetstream_actor import LogReaderActor, LogWriterActor
-from worlds.log_reader_judge import Truth
-from worlds.log_troubles import AGE_LIMIT_S, JOIN_LIMIT_S, LogTrouble
+from worlds.jetstream_actor import LogReaderActor, LogWriterActor, Truth
 from worlds.publisher_actor import FORGED_PAYLOAD
-from worlds.simulated_broker import BrokerQuality, SimulatedBroker
-from worlds.timeline import BrokenPromise, Timeline
-from worlds.world_counters import WorldCounters
-
-__all__ = ["JetStreamPart", "JetStreamShape", "draw_jetstream_shape"]
+from worlds.simulated_broker import AGE_LIMIT_S, JOIN_LIMIT_S, BrokerQuality, LogTrouble, SimulatedBroker
+from worlds.timeline import BrokenPromise, Timeline, WorldCounters
 
 _LONGEST_FAULT_S = 4.0
 
@@ -61,7 +56,7 @@ class JetStreamShape:
     quality: BrokerQuality
 
 
-_FAULTS = (
+JETSTREAM_FAULTS = (
     "writer disconnected", "reader disconnected", "leader elected", "log tail lost", "log expired", "log deleted",
     "pointer bucket deleted", "snapshot bucket deleted", "writer restarted", "writer replaced", "epoch started",
     "reader restarted", "message forged", "heartbeats forged",
@@ -81,7 +76,7 @@ def draw_jetstream_shape(draw: random.Random) -> JetStreamShape:
     return JetStreamShape(
         limits=limits,
         batches_per_s=10 ** draw.uniform(0.5, 1.6),
-        faults=tuple(each for each in _FAULTS if draw.random() < 0.5),
+        faults=tuple(each for each in JETSTREAM_FAULTS if draw.random() < 0.5),
         faults_per_s=10 ** draw.uniform(-0.7, 0.3),
         num_readers=draw.randint(1, 2),
         num_blocks=draw.choice((8, 40)),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from random import Random
 
 import attrs
-import pytest
 
-from worlds import BrokenPromise, Timeline
-from worlds.stream_part import StreamPart
-from worlds.world_counters import WorldCounters
-from worlds.world_shape import STREAM_FAULTS, draw_stream_shape
+from worlds import Timeline
+from worlds.stream_world import STREAM_FAULTS, StreamPart, draw_stream_shape
+from worlds.timeline import WorldCounters
 
 FAULTS = tuple(each for each in STREAM_FAULTS if each != "lose sockets")  # after it there are no others
 SHAPE = attrs.evolve(draw_stream_shape(Random(2), num_readers=2), faults=FAULTS, faults_per_s=30.0)
@@ -39,18 +38,6 @@ def test_a_storm_has_every_fault_of_its_shape() -> None:
     assert sum(new.values()) <= 2 * len(part.readers), new  # the restart after unreadable batches
 
 
-def test_a_publisher_without_sockets_comes_back_with_the_calm() -> None:
-    timeline = Timeline(seed=5)
-    part = StreamPart(timeline, WorldCounters(), attrs.evolve(SHAPE, faults=("lose sockets",)))
-    part.begin_storm(2.0)
-    timeline.run_until(2.0)
-    assert part.process.is_running and not part.process.is_up
-    part.begin_calm()
-    assert part.process.is_up
-    timeline.run_until(2.0 + part.limit_s)
-    part.judge()
-
-
 def test_some_calms_are_silent_and_some_publishers_stay_unreadable() -> None:
     part, timeline, _ = make_part()
     seen = set()
@@ -77,36 +64,15 @@ def test_every_reader_loses_one_batch_and_has_it_soon() -> None:
     assert counters.faults == {}
 
 
-def test_another_reader_joins_in_place_of_the_one_before() -> None:
-    part, timeline, _ = make_part()
-    names = [each.reader.name for each in part.readers]
-    for _ in range(2):
-        part.join()
-        assert [each.reader.name for each in part.readers] == [*names, f"joining {names[0]}"]
-        timeline.run_until(timeline.now_s + 1.0)
-    assert len(part.process.peers) == 3
-
-
-def test_a_plain_reader_that_joins_loses_no_single_message_of_an_answer() -> None:
-    (shape, network), *others = SHAPE.readers
-    lossy = attrs.evolve(network, replay=attrs.evolve(network.replay, loss=0.5))
-    part = StreamPart(Timeline(seed=5), WorldCounters(), attrs.evolve(SHAPE, readers=((shape, lossy), *others)))
-    losses = {}
-    for _ in range(10):
-        part.join()
-        losses[part.readers[-1].reader.has_extension] = part.readers[-1].storm.replay.loss
-    assert losses == {True: 0.5, False: 0.0}
-
-
-def test_quiet_readers_have_what_the_publisher_has() -> None:
-    part, timeline, _ = make_part()
-    timeline.run_until(3.0)
-    part.begin_quiet()
-    num_published = part.process.actor.num_published
-    timeline.run_until(3.0 + part.limit_s)
-    part.check_converged()
-    assert part.process.actor.num_published == num_published > 0
-    part.readers[0].reader.view.clear(0)
-    if part.process.actor.held:
-        with pytest.raises(BrokenPromise, match="every view converges"):
-            part.check_converged()
+def test_some_hundred_shapes_have_every_fault_and_every_kind_of_reader() -> None:
+    shapes = [draw_stream_shape(random.Random(seed)) for seed in range(200)]
+    assert {fault for shape in shapes for fault in shape.faults} == set(STREAM_FAULTS)
+    networks = [network for shape in shapes for _, network in shape.readers]
+    for value in ("loss", "duplication", "reordering"):
+        rates = {getattr(network.live, value) for network in networks}
+        assert 0.0 in rates and len(rates) > 20
+    assert {reader.has_extension for shape in shapes for reader, _ in shape.readers} == {True, False}
+    assert {shape.process.publisher.seq_base for shape in shapes} == {"zero", "clock"}
+    assert {shape.process.has_floor for shape in shapes} == {True, False}
+    windows = [shape.process.publisher.window for shape in shapes]
+    assert min(windows) == 1 and max(windows) > 64 and sorted(windows)[100] < 32
