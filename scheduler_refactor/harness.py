@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
+from scheduler_components._internal.virtual_clock import VirtualClock
 from scheduler_components.errors import ComponentError, ConfigError, DecodeError
+<<<<<<< HEAD
 from scheduler_refactor.module_tree import ModuleTree, TreeClock
+=======
+from scheduler_refactor.module_tree import START_S, ModuleTree
+>>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
 from scheduler_refactor.recording import (
     RAISED,
     Decoder,
@@ -188,7 +193,7 @@ def play(harness: Harness[W], tree: ModuleTree, workload: W, *, fresh: bool = Tr
     """
     if fresh:
         tree.forget()
-    tree.clock.reset()
+    tree.clock.now_s = START_S
     recorder = Recorder(tree, list(harness.exits), harness.targets)
     with tree.active():
         try:

@@ -26,48 +26,33 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from scheduler_components._internal.virtual_clock import VirtualClock
 from scheduler_components.errors import ConfigError
 
+<<<<<<< HEAD
 __all__ = ["ModuleTree", "TreeClock", "parse_tree"]
 
 
 class TreeClock:
     """A clock that only `advance` and a ``sleep`` of the tree move.
+=======
+__all__ = ["START_S", "ModuleTree", "parse_tree"]
 
-    A call returns seconds since 1970. `module` is a replacement for the module ``time``.
 
-    Attributes:
-        now_s: seconds since 1970.
-    """
+START_S = 1_700_000_000.0
+"""The time of a tree at first, in seconds since 1970."""
+>>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
 
-    START_S = 1_700_000_000.0
 
-    def __init__(self) -> None:
-        self.now_s = self.START_S
-        self.module = self._time_module()
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        """Move the time forward."""
-        self.now_s += seconds
-
-    def reset(self) -> None:
-        """Set the time to that of a new clock."""
-        self.now_s = self.START_S
-
-    def _time_module(self) -> ModuleType:
-        module = ModuleType("time")
-        vars(module).update({name: value for name, value in vars(time).items() if not name.startswith("__")})
-        for name in ("time", "monotonic", "perf_counter"):
-            setattr(module, name, self)
-            setattr(module, f"{name}_ns", self._now_ns)
-        module.sleep = self.advance  # type: ignore[attr-defined]
-        return module
-
-    def _now_ns(self) -> int:
-        return round(self.now_s * 1e9)
+def _time_module(clock: VirtualClock) -> ModuleType:
+    """Return a replacement for the module ``time`` that reads ``clock``, and whose ``sleep`` advances it."""
+    module = ModuleType("time")
+    vars(module).update({name: value for name, value in vars(time).items() if not name.startswith("__")})
+    for name in ("time", "monotonic", "perf_counter"):
+        setattr(module, name, clock)
+        setattr(module, f"{name}_ns", lambda: clock.now_ns)
+    module.sleep = clock.advance  # type: ignore[attr-defined]
+    return module
 
 
 class ModuleTree:
@@ -88,13 +73,17 @@ class ModuleTree:
             if not place.exists():
                 raise ConfigError("package", str(place), "does not exist", "give the folder of a package")
         self.packages = {name: place.resolve() for name, place in packages.items()}
+<<<<<<< HEAD
         self.clock = TreeClock()
+=======
+        self.clock = VirtualClock(START_S)
+>>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
         self._modules: dict[str, ModuleType] = {}
         self._code: dict[str, CodeType] = {}
         self._depth = 0
         self._finder = _TreeFinder(self)
         self._builtins = {**vars(builtins), "__import__": self._import}
-        self._replaced = {"time": self.clock.module, **(replaced or {})}
+        self._replaced = {"time": _time_module(self.clock), **(replaced or {})}
 
     @classmethod
     def below(cls, root: Path) -> ModuleTree:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.forward_pass_publisher import ForwardPassPublisher, count_queued, count_scheduled
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import (
     ForwardPassMetrics,
@@ -64,7 +64,7 @@ class Rank:
     parallel: ParallelState = field(default_factory=ParallelState)
     queue: Queue = field(default_factory=Queue)
     sink: Sink = field(default_factory=Sink)
-    clock: FakeClock = field(default_factory=lambda: FakeClock(0.0))
+    clock: VirtualClock = field(default_factory=lambda: VirtualClock(0.0))
     publisher: ForwardPassPublisher = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.input_blocker import BlockerState, InputBlocker, InputLimits
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 from scheduler_components.testing.fakes import ListRefusalSink, TextInputReader
 from scheduler_components.values import RejectionReason
 
@@ -19,7 +19,7 @@ class BlockerBench:
     """A blocker, and a scheduler that admits the passed messages immediately."""
 
     def __init__(self, **bounds: float | None) -> None:
-        self.clock, self.rejections = FakeClock(), ListRefusalSink()
+        self.clock, self.rejections = VirtualClock(1_700_000_000.0), ListRefusalSink()
         self.active_ids: set[str] = set()
         self.blocker = InputBlocker(
             bounds=InputLimits(**bounds), active_ids=self.active_ids, reject=self.rejections.reject, clock=self.clock

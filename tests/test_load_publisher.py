@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, GaugePacer, LoadPublisher, ParallelState, open_load_publisher
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import LoadSnapshot
 
@@ -34,8 +34,8 @@ def running(sink: Sink) -> list[int]:
     return [load.num_running_reqs for load in sink.sent]
 
 
-def make(parallel: ParallelState | None = None) -> tuple[LoadPublisher, Load, Sink, FakeClock]:
-    load, sink, clock = Load(), Sink(), FakeClock(0.0)
+def make(parallel: ParallelState | None = None) -> tuple[LoadPublisher, Load, Sink, VirtualClock]:
+    load, sink, clock = Load(), Sink(), VirtualClock(0.0)
     pacer = GaugePacer(min_interval_s=0.5, heartbeat_s=2.0)
     parallel = parallel or ParallelState()
     return LoadPublisher(parallel=parallel, load=load, sinks=(sink,), pacer=pacer, clock=clock), load, sink, clock

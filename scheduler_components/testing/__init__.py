@@ -7,8 +7,9 @@ need Hypothesis (the extra ``testing``). Everything else runs with the kit's own
   ``ConformanceError`` with the steps, the expectation and the finding.
 - Machines: ``*Machine`` are Hypothesis state machines. Subclass one and override one method. ``strategies`` generates
   workloads, events, histories and network faults.
-- Fakes: ``fakes`` has a clock, sources and sinks, ``fake_device`` a device and a model, ``faulty_network`` a network.
-  ``ScriptedPublisher`` is a publisher on real sockets whose faults are attributes. ``run_ranks`` runs ranks on threads.
+- Fakes: ``fakes`` has sources and sinks, ``fake_device`` a device and a model, ``faulty_network`` a network.
+  ``VirtualClock`` moves when you set it. ``ScriptedPublisher`` is a publisher on real sockets whose faults are
+  attributes. ``run_ranks`` runs ranks on threads.
 - Verification: ``rules`` is the table of the rules of KV events. ``EventLedger`` applies events and reports the rules
   that they break. ``stream_verifier`` verifies recorded frames, and ``zmq_stream_probe`` records them. ``PoolVerifier``
   compares a stream with the pool itself. ``torch_greedy_text_verifier`` compares greedy text with that of
@@ -21,6 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._internal.lazy import lazy_exports
+from scheduler_components._internal.virtual_clock import VirtualClock
 from scheduler_components.testing.agreement_checks import AGREEMENT_CHECKS
 from scheduler_components.testing.batcher_checks import BATCHER_CHECKS
 from scheduler_components.testing.check_trace import CheckTrace, ConformanceError
@@ -28,7 +30,7 @@ from scheduler_components.testing.control_checks import PROFILER_CHECKS, STATE_H
 from scheduler_components.testing.endpoint_checks import ENDPOINT_CHECKS, EndpointPromises
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.fake_device import PagedModel, next_token
-from scheduler_components.testing.fakes import FakeClock, FakePool, FakeQueues, ListEventSink, ListOutputSink
+from scheduler_components.testing.fakes import FakePool, FakeQueues, ListEventSink, ListOutputSink
 from scheduler_components.testing.page_store_checks import IN_PLACE_STORE_CHECKS, PAGE_STORE_CHECKS
 from scheduler_components.testing.policy_checks import POLICY_CHECKS, PolicyPromises, PolicyRequest
 from scheduler_components.testing.pool_verifier import PoolVerifier
@@ -92,7 +94,7 @@ __all__ = [
     "PrefixCacheMachine",
     "RecorderMachine",
     # fakes
-    "FakeClock",
+    "VirtualClock",
     "FakePool",
     "FakeQueues",
     "ListEventSink",

@@ -1,4 +1,4 @@
-"""Fakes of the ports: a clock, sources whose answers are attributes, and sinks that keep everything.
+"""Fakes of the ports: sources whose answers are attributes, and sinks that keep everything.
 
 Nothing here opens a socket, starts a thread or reads a clock. A sink's ``error`` makes each of its calls raise it.
 """
@@ -23,7 +23,6 @@ from scheduler_components.values import (
 
 __all__ = [
     # sources
-    "FakeClock",
     "FakeLoad",
     "FakePool",
     "FakeQueues",
@@ -42,16 +41,6 @@ T = TypeVar("T")
 
 
 # Sources.
-
-
-class FakeClock:
-    """A settable clock for a component's ``clock``: change ``now_s`` to move the time, also backwards."""
-
-    def __init__(self, now_s: float = 1_700_000_000.0) -> None:
-        self.now_s = now_s
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._internal.lazy import lazy_exports
+from scheduler_components._internal.virtual_clock import EventHeap, VirtualClock
 from scheduler_engine.simulation.simulated_model import CostModel, SimulatedModel
 from scheduler_engine.simulation.trace import (
     ARRIVAL_QUANTUM_S,
@@ -22,7 +23,6 @@ from scheduler_engine.simulation.trace import (
     prompt_tokens,
     spread_arrivals,
 )
-from scheduler_engine.simulation.virtual_clock import EventHeap, VirtualClock
 
 if TYPE_CHECKING:
     from scheduler_engine.simulation.conversations import ConversationWorkload, generate_conversations

@@ -22,9 +22,9 @@ from random import Random
 import attrs
 
 from scheduler_components._internal.validators import integer_validator, number_validator
+from scheduler_components._internal.virtual_clock import MAX_SPAN_S
 from scheduler_components.errors import ConfigError
 from scheduler_engine.simulation.trace import TRACE_BLOCK_TOKENS, TraceRequest
-from scheduler_engine.simulation.virtual_clock import MAX_SPAN_S
 
 __all__ = ["ConversationWorkload", "draw_tokens", "generate_conversations"]
 

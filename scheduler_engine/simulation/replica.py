@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import attrs
 
 from scheduler_components._internal.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
+from scheduler_components._internal.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
 from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.batch_result_processor import BatchResultProcessor, RequestResult
 from scheduler_components.batcher import BatchConditions, Batcher
@@ -59,7 +60,6 @@ from scheduler_engine.simulation.tiers import (
     check_num_pages,
     make_storage,
 )
-from scheduler_engine.simulation.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
 from scheduler_engine.simulation.virtual_page_mover import SimulatedStorage
 
 __all__ = ["EncodedEventSink", "ReplicaConfig", "ReplicaCounts", "SimulatedReplica"]

@@ -26,6 +26,7 @@ import attrs
 import msgspec
 
 from scheduler_components._internal.validators import integer_validator, number_validator
+from scheduler_components._internal.virtual_clock import MAX_SPAN_S, NEVER_NS, EventHeap, nanoseconds
 from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.errors import ConfigError
 from scheduler_components.ports import NullDecisionLog
@@ -43,7 +44,6 @@ from scheduler_engine.simulation.request import SimulatedRequest
 from scheduler_engine.simulation.router import Router
 from scheduler_engine.simulation.tiers import check_total_pages, make_storage
 from scheduler_engine.simulation.trace import TraceRequest
-from scheduler_engine.simulation.virtual_clock import MAX_SPAN_S, NEVER_NS, EventHeap, nanoseconds
 from scheduler_engine.simulation.virtual_page_mover import SimulatedStorage
 
 __all__ = ["Outage", "Progress", "Scaling", "Simulation", "SimulationConfig"]

@@ -13,6 +13,7 @@ from typing import ClassVar
 import attrs
 
 from scheduler_components._internal.validators import integer_validator, number_validator
+from scheduler_components._internal.virtual_clock import MAX_SPAN_S, NEVER_NS, VirtualClock, nanoseconds
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.batcher import NullPrefetcher
 from scheduler_components.cache import PagePool, RadixCache, RadixNode
@@ -23,7 +24,6 @@ from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.scheduling.tier_prefetcher import TierPrefetcher
 from scheduler_components.values import TierStats
 from scheduler_engine.simulation.request import SimulatedRequest
-from scheduler_engine.simulation.virtual_clock import MAX_SPAN_S, NEVER_NS, VirtualClock, nanoseconds
 from scheduler_engine.simulation.virtual_page_mover import SimulatedStorage, TransferLink, VirtualPageMover
 
 __all__ = [

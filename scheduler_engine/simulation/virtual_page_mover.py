@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from scheduler_components._internal.virtual_clock import NEVER_NS, VirtualClock
 from scheduler_components.cache.block_hash import split_digests
 from scheduler_components.hicache import MemoryPageStore
 from scheduler_components.values.page_operations import (
@@ -38,7 +39,6 @@ from scheduler_components.values.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_engine.simulation.virtual_clock import NEVER_NS, VirtualClock
 
 __all__ = ["SimulatedStorage", "TransferLink", "VirtualPageMover"]
 

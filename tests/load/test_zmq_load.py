@@ -18,7 +18,7 @@ from scheduler_components.kv_events import Endpoint
 from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader, open_zmq_load_sink
 from scheduler_components.load.load_stat import decode_load_stat
 from scheduler_components.load.zmq_load import ZmqLoadReader
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 from scheduler_components.values import LoadSnapshot
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
@@ -35,12 +35,12 @@ def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ZmqLoadSink
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock(0.0)
+def clock() -> VirtualClock:
+    return VirtualClock(0.0)
 
 
 @pytest.fixture
-def reader(sink: ZmqLoadSink, clock: FakeClock) -> Iterator[ZmqLoadReader]:
+def reader(sink: ZmqLoadSink, clock: VirtualClock) -> Iterator[ZmqLoadReader]:
     reader = open_zmq_load_reader([sink.endpoint], clock=clock)
     yield reader
     reader.close()
@@ -91,7 +91,7 @@ def test_the_newest_waiting_sample_is_read(sink: ZmqLoadSink, reader: ZmqLoadRea
 
 
 def test_after_a_stall_no_sample_from_the_stall_is_read(
-    sink: ZmqLoadSink, reader: ZmqLoadReader, clock: FakeClock, eventually: Eventually
+    sink: ZmqLoadSink, reader: ZmqLoadReader, clock: VirtualClock, eventually: Eventually
 ) -> None:
     connect(sink, reader, eventually)
     for _ in range(5_000):  # far more than fits on the way
@@ -201,7 +201,7 @@ def test_invalid_messages_are_dropped_alone(tmp_path: Path, eventually: Eventual
 
 
 def test_a_restarted_publisher_is_followed_immediately(
-    tmp_path: Path, eventually: Eventually, clock: FakeClock
+    tmp_path: Path, eventually: Eventually, clock: VirtualClock
 ) -> None:
     endpoint = Endpoint.parse(f"ipc://{tmp_path}/load")
     first = open_zmq_load_sink(endpoint)

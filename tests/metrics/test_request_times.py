@@ -9,7 +9,7 @@ from kit.searches import num_examples
 
 from scheduler_components.metrics import RequestLatencyRecorder, RequestTimeStats
 from scheduler_components.metrics.request_times import Histogram, RequestPhase
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 
 clock_readings = st.floats(-1e9, 1e9)
 TOKENS = 4
@@ -65,7 +65,7 @@ latency_actions = st.lists(st.tuples(st.sampled_from("aartttte"), st.floats(-2, 
 def test_histograms_count_each_request_once_and_each_token_after_the_first_step(
     steps: list[tuple[str, float, int]],
 ) -> None:
-    clock = FakeClock(0.0)
+    clock = VirtualClock(0.0)
     latencies = RequestLatencyRecorder(clock=clock)
     times = latencies.on_queued()
     token_steps: list[int] = []
@@ -112,7 +112,7 @@ steps_of_many = st.lists(
 @example([("t", 0.5, [0, 1], 1), (".", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
 @example([("t", 0.5, [0, 1], 1), ("e", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
 def test_tokens_recorded_together_count_as_recorded_one_by_one(steps: list[tuple[str, float, list[int], int]]) -> None:
-    clock = FakeClock(0.0)
+    clock = VirtualClock(0.0)
     together, one_by_one = RequestLatencyRecorder(clock=clock), RequestLatencyRecorder(clock=clock)
     ours = [together.on_queued() for _ in range(5)]
     theirs = [one_by_one.on_queued() for _ in range(5)]
@@ -140,7 +140,7 @@ def test_tokens_recorded_together_count_as_recorded_one_by_one(steps: list[tuple
 
 
 def test_requests_with_equal_waits_are_one_addition() -> None:
-    clock = FakeClock(0.0)
+    clock = VirtualClock(0.0)
     latencies = RequestLatencyRecorder(clock=clock)
     observed: list[tuple[float, int]] = []
 
@@ -156,7 +156,7 @@ def test_requests_with_equal_waits_are_one_addition() -> None:
 
 
 def test_tokens_of_one_step_share_its_interval() -> None:
-    clock = FakeClock(0.0)
+    clock = VirtualClock(0.0)
     latencies = RequestLatencyRecorder(clock=clock)
     times = latencies.on_queued()
     for clock.now_s, num_tokens in ((1.0, 1), (1.2, 4)):

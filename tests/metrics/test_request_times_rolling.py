@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.metrics import RateMeter
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 
 WINDOW_S, BUCKETS = 8.0, 16
 BUCKET_S = WINDOW_S / BUCKETS
 
 
-def make_meter() -> tuple[RateMeter, FakeClock]:
-    clock = FakeClock()
+def make_meter() -> tuple[RateMeter, VirtualClock]:
+    clock = VirtualClock(1_700_000_000.0)
     return RateMeter(window_s=WINDOW_S, num_buckets=BUCKETS, clock=clock), clock
 
 

@@ -10,7 +10,7 @@ from scheduler_components import ConfigError, ParallelState
 from scheduler_components.metrics import RequestTimeStats
 from scheduler_components.metrics.request_times import RequestPhase
 from scheduler_components.metrics.request_tracer import RequestTracer, check_otlp_endpoint, read_trace_parent
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import FinishedRequest, RequestSpan, SpanStats, TraceParent
 
@@ -26,7 +26,7 @@ class SpanList(ListSink[RequestSpan]):
 def make(parallel: ParallelState | None = None) -> tuple[RequestTracer, SpanList]:
     sink = SpanList()
     parallel = parallel or ParallelState()
-    return RequestTracer(parallel=parallel, sink=sink, model_name="tiny", clock=FakeClock(1_000.0)), sink
+    return RequestTracer(parallel=parallel, sink=sink, model_name="tiny", clock=VirtualClock(1_000.0)), sink
 
 
 def times_of(*moves: tuple[RequestPhase, float]) -> RequestTimeStats:

@@ -19,7 +19,7 @@ from observability import kv_pool_route
 from observability.http_kv_pool import MIN_READ_INTERVAL_S
 from observability.kv_pool_client import MAX_HASHES_PER_PAGE, KvPoolUnreadableError
 from scheduler_components import ComponentError
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 from scheduler_components.values import KvPoolSnapshot
 
 
@@ -62,7 +62,7 @@ def test_an_empty_pool_is_one_page_that_names_its_places() -> None:
 
 
 def test_whoever_asks_within_a_second_gets_the_same_reading() -> None:
-    clock, pools = FakeClock(), Pools(KvPoolSnapshot({GPU: range(3)}, 5))
+    clock, pools = VirtualClock(1_700_000_000.0), Pools(KvPoolSnapshot({GPU: range(3)}, 5))
 
     async def ask(url: str) -> list[str]:
         async with httpx.AsyncClient(base_url=url) as client:
@@ -76,7 +76,7 @@ def test_whoever_asks_within_a_second_gets_the_same_reading() -> None:
 
 
 def test_only_the_last_readings_are_kept_and_others_are_said_to_be_gone() -> None:
-    clock, pools = FakeClock(), Pools(KvPoolSnapshot({GPU: range(MAX_HASHES_PER_PAGE + 1)}, 5))
+    clock, pools = VirtualClock(1_700_000_000.0), Pools(KvPoolSnapshot({GPU: range(MAX_HASHES_PER_PAGE + 1)}, 5))
 
     async def ask(url: str) -> list[int]:
         async with httpx.AsyncClient(base_url=url) as client:

@@ -38,6 +38,7 @@ from scheduler_components.scheduling.scheduling_policy import POLICY_NAMES, make
 from scheduler_components.values import RequestHints
 from scheduler_refactor import Coverage, ModuleTree, Shadow, first_difference, play
 from scheduler_refactor.component_lint import RULES, ComponentChecker
+from scheduler_refactor.module_tree import START_S
 from scheduler_refactor.recording import RAISED
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("written")]
@@ -101,7 +102,7 @@ def replayed(tree: ModuleTree, directory: Path) -> list[list[bytes]]:
         clock=tree.clock,
     )
     tree.forget()
-    tree.clock.reset()
+    tree.clock.now_s = START_S
     with tree.active():
         scheduler: AnyScheduler = tree.load("scheduler_stage.scheduler").open_scheduler(around)
         try:

@@ -17,7 +17,7 @@ from scheduler_components.scheduling.dynamic_chunk_sizer import (
     PrefillLatencyFit,
     PrefillLatencyModel,
 )
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 from scheduler_components.values import ForwardPassMetrics, ScheduledRequestMetrics
 
 models = st.builds(PrefillLatencyModel, st.floats(0, 50_000), st.floats(0.1, 200), st.floats(0, 500))
@@ -110,7 +110,7 @@ def test_the_model_is_set_as_a_whole_and_the_fit_is_shown() -> None:
 
 
 def test_the_error_of_predictions_is_measured() -> None:
-    clock = FakeClock()
+    clock = VirtualClock(1_700_000_000.0)
     forecast = FirstTokenPredictor(fit=PrefillLatencyFit(), clock=clock)
     assert forecast.predict_s(100, tokens_ahead=0, step_tokens=2048) is None
     forecast.start("unknown", None)
@@ -167,7 +167,9 @@ def test_the_fit_follows_steps_that_really_become_slower() -> None:
 
 
 def test_a_prediction_counts_the_history_of_the_request() -> None:
-    predictor = FirstTokenPredictor(fit=observed(PrefillLatencyModel(1000, 40, 20)), clock=FakeClock())
+    predictor = FirstTokenPredictor(
+        fit=observed(PrefillLatencyModel(1000, 40, 20)), clock=VirtualClock(1_700_000_000.0)
+    )
     without, behind = (
         predictor.predict_s(1000, tokens_ahead=0, step_tokens=2048, history_tokens=history) for history in (0, 50_000)
     )
@@ -177,7 +179,7 @@ def test_a_prediction_counts_the_history_of_the_request() -> None:
 
 def test_a_prediction_learns_what_the_fit_does_not_know() -> None:
     """Steps without prefill double each wait; with all slots in use, each request ahead adds 3 s."""
-    clock = FakeClock()
+    clock = VirtualClock(1_700_000_000.0)
     predictor = FirstTokenPredictor(fit=observed(PrefillLatencyModel(10_000, 50, 0)), clock=clock)
     errors: dict[int, list[float]] = {0: [], 2: []}
     raw_s = predictor.predict_s(1000, tokens_ahead=0, step_tokens=2000)

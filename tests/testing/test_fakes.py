@@ -11,7 +11,7 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.ports import LoadSink
-from scheduler_components.testing import FakeClock, FakePool, FakeQueues, ListEventSink
+from scheduler_components.testing import FakePool, FakeQueues, ListEventSink, VirtualClock
 from scheduler_components.testing.fakes import FakeLoad, FakeRequest, ListSink, ScriptedEventSource
 from scheduler_components.values import KvMetrics, LoadSnapshot, SchedulerStats
 
@@ -19,7 +19,7 @@ TRIVIAL = ParallelState.trivial()
 
 
 def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
-    clock, sink = FakeClock(5.0), ListEventSink()
+    clock, sink = VirtualClock(5.0), ListEventSink()
     metrics: ListSink[SchedulerStats] = ListSink()
     kv_metrics: ListSink[KvMetrics] = ListSink()
     queues = FakeQueues(running=[1], waiting=[FakeRequest(10, 4)])

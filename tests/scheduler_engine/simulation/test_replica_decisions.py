@@ -27,6 +27,7 @@ from kit.recording_router import RecordingRouter
 from kit.searches import num_examples
 
 from scheduler_components import ConfigError, ParallelState
+from scheduler_components._internal.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
 from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.events import KVCacheEvent
 from scheduler_components.kv_events import BatchDecoder
@@ -51,8 +52,11 @@ from scheduler_engine.simulation import (
     TraceRequest,
 )
 from scheduler_engine.simulation.replica import EncodedEventSink, SimulatedReplica
+<<<<<<< HEAD
 from scheduler_engine.simulation.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
 from tests.scheduler_engine.simulation.test_replica import SMALL, recorded
+=======
+>>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
 
 _COUNTS = (
     "num_running_reqs",

@@ -11,6 +11,7 @@ import pytest
 from kit.recording_router import RecordingRouter
 
 from scheduler_components import ConfigError, ParallelState
+from scheduler_components._internal.virtual_clock import NEVER_NS, VirtualClock
 from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.agreement.step_agreement import AgreementPart
 from scheduler_components.cache import PrefixNamespace
@@ -39,7 +40,6 @@ from scheduler_engine.simulation import (
 from scheduler_engine.simulation.replica import SimulatedReplica
 from scheduler_engine.simulation.request import SimulatedRequest
 from scheduler_engine.simulation.tiers import SimulatedTiers, make_storage
-from scheduler_engine.simulation.virtual_clock import NEVER_NS, VirtualClock
 from tests.scheduler_engine.simulation.test_replica import SLOW_TIERS, SMALL, recorded, serve
 
 PAGE_S = 4e-3

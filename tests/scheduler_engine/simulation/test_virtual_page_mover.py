@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scheduler_components._internal.virtual_clock import NEVER_NS, VirtualClock
 from scheduler_components.hicache import MemoryPageStore
 from scheduler_components.values.page_operations import (
     BackupDone,
@@ -19,7 +20,6 @@ from scheduler_components.values.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_engine.simulation.virtual_clock import NEVER_NS, VirtualClock
 from scheduler_engine.simulation.virtual_page_mover import SimulatedStorage, TransferLink, VirtualPageMover
 
 

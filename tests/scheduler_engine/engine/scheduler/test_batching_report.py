@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 from scheduler_components.values import RequestHints
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.scheduler.request import Request
@@ -44,7 +44,7 @@ def test_policies_of_a_user_are_counted_as_others_and_failing_ones_as_replaced(m
 
 def test_waits_are_summed_by_priority(make_bench: Callable) -> None:
     bench = make_bench(max_running_requests=1, schedule_policy="priority")
-    clock = FakeClock(0.0)
+    clock = VirtualClock(0.0)
     bench.scheduler.request_metrics.latencies.clock = clock
     for number, priority in enumerate((0, -1, 5, 0)):
         request = Request(f"r{number}", range(8), SamplingLimits(1), hints=RequestHints(priority=priority))

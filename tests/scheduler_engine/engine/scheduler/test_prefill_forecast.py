@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scheduler_components.scheduling.dynamic_chunk_sizer import PrefillLatencyModel
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 
 
-def timed(bench: object, base_s: float, token_s: float) -> FakeClock:
+def timed(bench: object, base_s: float, token_s: float) -> VirtualClock:
     """Let the duration of every step follow a linear model."""
-    clock = FakeClock(0.0)
+    clock = VirtualClock(0.0)
     request_metrics = bench.scheduler.request_metrics
     request_metrics.clock = request_metrics.forecast.predictor.clock = clock
     launch = bench.device.launch

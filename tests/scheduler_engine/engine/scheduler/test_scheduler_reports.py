@@ -11,7 +11,7 @@ from kit.reference_scheduler import drain
 from scheduler_components import AllBlocksCleared, CacheIntegrityError, ParallelState
 from scheduler_components.metrics.forward_pass_metrics import decode_forward_pass, encode_forward_pass
 from scheduler_components.scheduling.dynamic_chunk_sizer import PrefillLatencyFit
-from scheduler_components.testing import FakeClock
+from scheduler_components.testing import VirtualClock
 from scheduler_components.testing.fake_device import InstantDevice as FunctionDevice
 from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import ForwardPassMetrics, RequestSpan, SpanStats, TraceParent
@@ -137,7 +137,7 @@ def test_after_a_clear_waiting_requests_have_no_cached_tokens(make_bench: Callab
 
 def test_each_batch_is_reported_to_planners_whose_fit_is_the_schedulers_own() -> None:
     """Durations follow the batch, so that both fits have something to find."""
-    passes, now = ListSink[ForwardPassMetrics](), FakeClock(0.0)
+    passes, now = ListSink[ForwardPassMetrics](), VirtualClock(0.0)
 
     def compute(batch: ScheduledBatch) -> DeviceOutput:
         now.now_s += 0.01 + 1e-4 * batch.num_prefill_tokens + 1e-6 * sum(chunk.end**2 for chunk in batch.chunks)

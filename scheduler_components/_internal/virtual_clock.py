@@ -24,19 +24,37 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-@dataclass(slots=True, kw_only=True)
 class VirtualClock:
-    """A clock for components that take ``Callable[[], float]``.
+    """A clock for components that take ``Callable[[], float]``. Only its owner moves it, also backwards.
+
+    Args:
+        now_s, now_ns: the present at first, in either unit.
 
     Attributes:
-        now_ns: the present; its owner advances it.
+        now_ns: the present.
     """
 
-    now_ns: int = 0
+    __slots__ = ("now_ns",)
+
+    def __init__(self, now_s: float = 0.0, *, now_ns: int = 0) -> None:
+        self.now_ns = now_ns or nanoseconds(now_s)
 
     def __call__(self) -> float:
-        """Return the present in seconds since the start."""
+        """Return the present in seconds."""
         return self.now_ns / 1e9
+
+    @property
+    def now_s(self) -> float:
+        """The present in seconds, rounded to nanoseconds."""
+        return self.now_ns / 1e9
+
+    @now_s.setter
+    def now_s(self, seconds: float) -> None:
+        self.now_ns = nanoseconds(seconds)
+
+    def advance(self, seconds: float) -> None:
+        """Move the time forward."""
+        self.now_ns += nanoseconds(seconds)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_engine.simulation.virtual_clock import EventHeap, VirtualClock, nanoseconds
+from scheduler_components._internal.virtual_clock import EventHeap, VirtualClock, nanoseconds
 
 
 def test_the_clock_is_in_seconds() -> None:
@@ -16,6 +16,10 @@ def test_the_clock_is_in_seconds() -> None:
     assert clock() == 0.0
     clock.now_ns = 1_500_000_000
     assert clock() == 1.5
+    clock.advance(0.25)
+    assert (clock.now_s, clock.now_ns) == (1.75, 1_750_000_000)
+    clock.now_s = 0.1 + 0.2  # rounded to nanoseconds
+    assert clock() == 0.3 == VirtualClock(0.3)() == VirtualClock(now_ns=300_000_000)()
     assert (nanoseconds(1.5), nanoseconds(1.4e-9), nanoseconds(1.6e-9)) == (1_500_000_000, 1, 2)
 
 
