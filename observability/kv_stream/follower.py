@@ -178,25 +178,13 @@ class ReplayChannel(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _OpenRequest:
-    """The request that the cursor considers open.
-
-    Attributes:
-        is_sent: the channel has it.
-        held: it waits for credit, and the channel does not have it.
-    """
-
-    is_sent: bool = False
-    held: SendReplayRequest | None = None
-
-
 @dataclass(slots=True, kw_only=True)
 class StreamFollower(FollowerBase[StreamCursor]):
     """Follows one stream over ZeroMQ. It sends requests through ``channel``, and limits them by a credit."""
 
     channel: ReplayChannel
-    _open_request: _OpenRequest = field(default_factory=_OpenRequest, init=False)
+    _is_sent: bool = field(default=False, init=False)  # the channel has the open request
+    _held: SendReplayRequest | None = field(default=None, init=False)  # the open request, which waits for credit
 
     def on_connected(self, now_s: float) -> None:
         """The live connection is up."""
@@ -290,18 +278,18 @@ class StreamFollower(FollowerBase[StreamCursor]):
                 self._deadlines.extension_s = now_s + instruction.intervals * self.policy.probe_interval_s
             else:
                 self._carry_out_locally(instruction, now_s)
-        if self._open_request.is_sent and self.cursor.open_request_id is None:
+        if self._is_sent and self.cursor.open_request_id is None:
             self._cancel()
         self._report_state()
 
     def _send(self, request: SendReplayRequest, now_s: float) -> None:
         """Send a request, or hold it until there is credit."""
         if not self.cursor.credit.available:
-            self._open_request.held = request
+            self._held = request
             self._cancel()
             return
         self._take_credit(now_s)
-        self._open_request.held, self._open_request.is_sent = None, True
+        self._held, self._is_sent = None, True
         self._deadlines.answer_s = now_s + self._answer_timeout_s
         self.channel.send(request)
 
@@ -313,16 +301,16 @@ class StreamFollower(FollowerBase[StreamCursor]):
         return policy.answer_timeout_s
 
     def _cancel(self) -> None:
-        self._open_request.is_sent = False
+        self._is_sent = False
         self._deadlines.answer_s = math.inf
         self.channel.cancel()
 
     def _on_credit_due(self, now_s: float) -> None:
         """Restore the credit of one request, and send the held request."""
         self._restore_credit(now_s)
-        held = self._open_request.held
+        held = self._held
         if held is not None and held.request_id == self.cursor.open_request_id:
             self._send(held, now_s)
         else:
-            self._open_request.held = None
+            self._held = None
             self._carry_out(self.cursor.on_credit_available(), now_s)

@@ -128,8 +128,7 @@ def open_subscriber(
     context.set(zmq.MAX_SOCKETS, _SPARE_SOCKETS + _SOCKETS_PER_STREAM * len(checked))
     socket_factory = SocketFactory(context, keys)
     blocks = BlockView() if view is None else view
-    streams: dict[int, ZmqStream] = {}
-    lock = FairRLock()
+    streams, lock = dict[int, ZmqStream](), FairRLock()
     subscriber = Subscriber(streams, blocks, context, lock, clock)
     try:
         for address in checked:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from observability.routing.cost_model import ReplicaId, RoutingCostModel
 from observability.routing.hashed_prompt import HashedPrompt
 from observability.routing.kv_router import KvRouter, Pick
-from observability.routing.locked_listener import LockedListener
 from observability.routing.picker import (
     BoundedLoad,
     Candidate,
@@ -24,7 +23,7 @@ from observability.routing.picker import (
 )
 from observability.routing.replica_set import ReplicaSet, ReplicaState
 from observability.routing.speculative_entries import SpeculativeEntries
-from observability.routing.stream_listener import RouterListener
+from observability.routing.stream_listener import LockedListener, RouterListener
 
 __all__ = [
     "KvRouter",

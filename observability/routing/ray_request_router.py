@@ -26,8 +26,7 @@ import msgspec
 from observability.kv_stream import CountingView, FairRLock, Subscriber, open_subscriber, parse_addresses, wait_any
 from observability.routing.hashed_prompt import HashedPrompt
 from observability.routing.kv_router import KvRouter, Pick
-from observability.routing.locked_listener import LockedListener
-from observability.routing.stream_listener import RouterListener
+from observability.routing.stream_listener import LockedListener, RouterListener
 from observability.routing.thread_prompt_hashing import hash_prompt
 from scheduler_components import ComponentError, ConfigError
 from scheduler_components._internal.extras import naming_extras

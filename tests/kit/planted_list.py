@@ -46,7 +46,7 @@ def _collected_lines() -> list[str]:
 
 
 def _collect(*options: str) -> set[str]:
-    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", *options, _TESTS)
+    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", *options, str(_TESTS))
     output = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     return {line for line in output.splitlines() if line.startswith("tests/") and "::" in line}
 

@@ -50,7 +50,7 @@ def test_a_writer_that_keeps_every_batch_breaks_a_promise(world: LogWorld, monke
 def test_a_snapshot_that_repeats_its_batches_breaks_a_promise(world: LogWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     encode_chunk = EventStream.encode_chunk
 
-    def encode_thrice(self: EventStream, chunk: list, *arguments: object, **options: object) -> object:
+    def encode_thrice(self: EventStream, chunk: list[object], *arguments: object, **options: object) -> object:
         return encode_chunk(self, chunk * 3, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(EventStream, "encode_chunk", encode_thrice)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from observability.kv_stream import FollowPolicy, StreamState
+from observability.kv_stream.instructions import Instruction
 from observability.kv_stream.plain_cursor import PlainCursor
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored
 from scheduler_components.kv_events.replay_messages import END_SEQ, ReplayRequest
@@ -74,7 +75,7 @@ def test_a_gap_that_costs_the_whole_history_is_found(monkeypatch: pytest.MonkeyP
 @pytest.mark.broken_variants
 @pytest.mark.usefixtures("without_the_other_judge")
 def test_a_gap_that_is_skipped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def skip(self: PlainCursor) -> tuple:
+    def skip(self: PlainCursor) -> tuple[Instruction, ...]:
         self._run.last = self._last_live_seq
         return ()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ def publisher(sent: list[LiveFrame], **shape: object) -> PublisherActor:
 
 
 @given(steps=STEPS, max_pending=st.integers(1, 4))
-def test_the_state_of_each_number_is_what_a_reader_of_all_frames_has(steps: list, max_pending: int) -> None:
+def test_the_state_of_each_number_is_what_a_reader_of_all_frames_has(steps: list[Any], max_pending: int) -> None:
     sent = list[LiveFrame]()
     actor = publisher(sent, max_pending=max_pending)
     for step in steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -43,15 +44,8 @@ class Bench:
             self.timeline, self.process, ReaderShape(name="reader", policy=POLICY), network=NETWORK, judge=self.appoint
         )
 
-    def appoint(self, reader: object) -> ReaderJudge:
-        self.judge = ReaderJudge(
-            self.timeline,
-            self.counters,
-            self.process,
-            reader,
-            network=NETWORK,
-            policy=POLICY,  # type: ignore[arg-type]
-        )
+    def appoint(self, reader: SubscriberActor) -> ReaderJudge:
+        self.judge = ReaderJudge(self.timeline, self.counters, self.process, reader, network=NETWORK, policy=POLICY)
         return self.judge
 
     def publish(self, count: int) -> None:
@@ -111,10 +105,13 @@ class LedgerBench:
         self.reader.truth.connected_epoch = self.reader.truth.verified_epoch = 0
         cursor = type(self.reader.follower.cursor)
         for name in ("state", "is_extended", "last_seq"):
-            patch.setattr(cursor, name, property(lambda _, name=name: getattr(self, name)))
+            patch.setattr(cursor, name, property(partial(self._own, name)))
         self.counters = self.reader.follower.cursor.counters
         self.ledger = LossLedger(self.reader)
         self.ledger.check()
+
+    def _own(self, name: str, _: object) -> object:
+        return getattr(self, name)
 
     def send(self, request: object) -> None:
         """Send nothing."""

@@ -27,7 +27,7 @@ from scheduler_engine.simulation.request import SimulatedRequest
 from scheduler_engine.simulation.tiers import TierConfig
 from scheduler_engine.simulation.trace import TraceRequest
 <<<<<<< HEAD
-from scheduler_engine.simulation.virtual_clock import NEVER_NS
+from scheduler_components._internal.virtual_clock import NEVER_NS
 =======
 >>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
 
