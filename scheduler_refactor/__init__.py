@@ -4,7 +4,6 @@
 component next to the old one in production.
 """
 
-from scheduler_components._internal.virtual_clock import VirtualClock
 from scheduler_refactor.harness import (
     Harness,
     HarnessError,
@@ -14,11 +13,7 @@ from scheduler_refactor.harness import (
     play,
     replay_recordings,
 )
-<<<<<<< HEAD
-from scheduler_refactor.module_tree import ModuleTree, TreeClock, parse_tree
-=======
 from scheduler_refactor.module_tree import ModuleTree, parse_tree
->>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
 from scheduler_refactor.recipe import Recipe, read_recipe, write_recipe
 from scheduler_refactor.recording import Coverage, Difference, Recording, first_difference
 from scheduler_refactor.shadow import Shadow, ShadowStats
@@ -37,7 +32,6 @@ __all__ = [
     "NotReproducibleError",
     "Recorder",
     "Recording",
-    "TreeClock",
     "compare_versions",
     "first_difference",
     "parse_tree",

@@ -16,11 +16,7 @@ import msgspec
 
 from scheduler_components._internal.virtual_clock import VirtualClock
 from scheduler_components.errors import ComponentError, ConfigError, DecodeError
-<<<<<<< HEAD
-from scheduler_refactor.module_tree import ModuleTree, TreeClock
-=======
 from scheduler_refactor.module_tree import START_S, ModuleTree
->>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
 from scheduler_refactor.recording import (
     RAISED,
     Decoder,
@@ -76,7 +72,7 @@ class Recorder:
     """
 
     def __init__(self, tree: ModuleTree, exits: Sequence[str], targets: Sequence[str]) -> None:
-        self.clock: TreeClock = tree.clock
+        self.clock: VirtualClock = tree.clock
         self._tree = tree
         self._exits = frozenset([*exits, RAISED])
         self._targets = frozenset(targets)

@@ -7,7 +7,7 @@ was before. Nothing is written next to the sources, because bytecode is neither 
 What a tree does not contain is shared by all trees with its state: the standard library, installed packages. A thread
 of a tree that imports a module of it while the tree is not active finds the wrong one.
 
-Modules of a tree see the clock of the tree: ``import time`` gives them a module whose functions read a `TreeClock`
+Modules of a tree see the clock of the tree: ``import time`` gives them a module whose functions read a `VirtualClock`
 and whose ``sleep`` advances it. ``datetime.now()``, ``random`` and ``uuid`` are not replaced; pass your own modules for
 them as ``replaced``.
 """
@@ -29,19 +29,11 @@ from types import CodeType, ModuleType
 from scheduler_components._internal.virtual_clock import VirtualClock
 from scheduler_components.errors import ConfigError
 
-<<<<<<< HEAD
-__all__ = ["ModuleTree", "TreeClock", "parse_tree"]
-
-
-class TreeClock:
-    """A clock that only `advance` and a ``sleep`` of the tree move.
-=======
 __all__ = ["START_S", "ModuleTree", "parse_tree"]
 
 
 START_S = 1_700_000_000.0
 """The time of a tree at first, in seconds since 1970."""
->>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
 
 
 def _time_module(clock: VirtualClock) -> ModuleType:
@@ -73,11 +65,7 @@ class ModuleTree:
             if not place.exists():
                 raise ConfigError("package", str(place), "does not exist", "give the folder of a package")
         self.packages = {name: place.resolve() for name, place in packages.items()}
-<<<<<<< HEAD
-        self.clock = TreeClock()
-=======
         self.clock = VirtualClock(START_S)
->>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
         self._modules: dict[str, ModuleType] = {}
         self._code: dict[str, CodeType] = {}
         self._depth = 0

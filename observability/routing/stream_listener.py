@@ -31,12 +31,12 @@ class RouterListener(NullStreamListener):
     clock: Callable[[], float]
     _staging: dict[int, BlockView] = field(default_factory=dict, init=False, repr=False)
 
-    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         replica = self.replicas.get(rank)
         if replica is not None:
             self.router.apply_events(replica, batch.events, self.clock(), staging=self._staging.get(rank))
 
-    def on_view_cleared(self, rank: int, reason: str) -> None:  # noqa: ARG002 - the port's
+    def on_view_cleared(self, rank: int, reason: str) -> None:
         replica = self.replicas.get(rank)
         if replica is not None:
             self.router.clear_blocks(replica)

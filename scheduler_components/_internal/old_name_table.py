@@ -36,7 +36,7 @@ OLD_NAMES = {
     "scheduler_components.rank_groups": "scheduler_components.agreement.rank_groups",
     "scheduler_components.recv_skipper": "scheduler_components.receiving.recv_skipper",
     "scheduler_components.refactor": "scheduler_refactor",
-    "scheduler_components.refactor.VirtualClock": "scheduler_refactor.TreeClock",
+    "scheduler_components.refactor.VirtualClock": "scheduler_components.testing.VirtualClock",
     "scheduler_components.request_deadlines": "scheduler_components.waiting.request_deadlines",
     "scheduler_components.request_grammar": "scheduler_components.waiting.held_request",
     "scheduler_components.request_grammar.RequestGrammar": "scheduler_components.waiting.held_request.RequestGrammar",

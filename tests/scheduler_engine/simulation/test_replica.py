@@ -10,11 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-<<<<<<< HEAD
-=======
-from scheduler_components import ParallelState
-from scheduler_components._internal.virtual_clock import NEVER_NS, VirtualClock
->>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
+from scheduler_components._internal.virtual_clock import NEVER_NS
 from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import BatchDecoder
@@ -26,10 +22,6 @@ from scheduler_engine.simulation.replica import ReplicaConfig, SimulatedReplica
 from scheduler_engine.simulation.request import SimulatedRequest
 from scheduler_engine.simulation.tiers import TierConfig
 from scheduler_engine.simulation.trace import TraceRequest
-<<<<<<< HEAD
-from scheduler_components._internal.virtual_clock import NEVER_NS
-=======
->>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
 
 SMALL = ReplicaConfig(page_size=4, kv_tokens=512, max_running_requests=4, max_prefill_tokens=64, chunk_tokens=32)
 

@@ -52,11 +52,7 @@ from scheduler_engine.simulation import (
     TraceRequest,
 )
 from scheduler_engine.simulation.replica import EncodedEventSink, SimulatedReplica
-<<<<<<< HEAD
-from scheduler_components._internal.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
 from tests.scheduler_engine.simulation.test_replica import SMALL, recorded
-=======
->>>>>>> 853535cd (Give every simulation, harness and test the same virtual clock)
 
 _COUNTS = (
     "num_running_reqs",
