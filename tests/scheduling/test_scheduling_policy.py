@@ -108,75 +108,7 @@ def cached_tokens(each: PolicyRequest) -> int:
     return each.num_cached_tokens
 
 
-# First come, first served; priorities; deadlines.
-
-
-def test_a_preempted_request_is_first_again() -> None:
-    requests = [request(arrival) for arrival in range(4)]
-    policy = filled(FirstComeFirstServed(), requests[1:])
-    policy.add(requests[0], 5)
-    assert arrivals(policy, 5) == [0, 1, 2, 3]
-
-
-def test_a_larger_priority_is_first_and_equal_ones_are_in_order_of_arrival() -> None:
-    requests = [request(0), request(1, priority=2), request(2, priority=-1), request(3, priority=2)]
-    assert arrivals(filled(PriorityPolicy(), requests)) == [1, 3, 0, 2]
-
-
-def test_a_request_that_has_waited_for_the_aging_steps_is_one_level_higher() -> None:
-    policy = filled(PriorityPolicy(aging_steps=10), [request(0)])
-    policy.add(request(1, priority=1), 9)
-    policy.add(request(2, priority=1), 10)
-    assert arrivals(policy, 10) == [1, 0, 2]
-
-
-def test_a_preempted_request_keeps_the_age_of_its_arrival() -> None:
-    early = request(0)
-    policy = filled(PriorityPolicy(aging_steps=10), [early])
-    policy.discard(early)
-    policy.add(request(1, priority=1), 11)
-    policy.add(early, 50)
-    assert arrivals(policy, 50) == [0, 1]
-
-
-def test_the_earliest_deadline_is_first_and_requests_without_one_are_last() -> None:
-    requests = [
-        request(0),
-        request(1, deadline_s=7.5),
-        request(2, deadline_s=-1),
-        request(3),
-        request(4, deadline_s=7.5),
-    ]
-    assert arrivals(filled(EarliestDeadline(), requests)) == [2, 1, 4, 0, 3]
-
-
 # Cached prefixes.
-
-
-def test_the_longest_cached_prefix_is_first() -> None:
-    lengths = {0: 0, 1: 160, 2: 320, 3: 160}
-    requests = [request(arrival, range(arrival * 1_000, arrival * 1_000 + 400)) for arrival in range(4)]
-    policy = filled(LongestPrefixMatch(match_length=lambda each: lengths[each.arrival]), requests)
-    assert arrivals(policy, 1) == [2, 1, 3, 0]
-    lengths.update({0: 400, 2: 0})
-    assert arrivals(policy, 1) == [2, 1, 3, 0], "each request is matched once per step"
-    assert arrivals(policy, 2) == [0, 1, 3, 2]
-
-
-def test_of_several_requests_with_one_uncached_prefix_the_first_goes_ahead() -> None:
-    system = tuple(range(40))
-    requests = [
-        request(0, (*system, 1)),
-        request(1, (*system, 2)),
-        request(2, (*system, 3), lora="a"),
-        request(3, range(31)),
-        request(4, range(31)),
-        request(5, (*system, 4), cached=33),
-        request(6, (*system, 5), cached=32),
-        request(7, system[:32]),
-    ]
-    policy = filled(LongestPrefixMatch(), requests)
-    assert arrivals(policy) == [5, 6, 2, 3, 4, 0, 1, 7], "others: another adapter, too short, and cached"
 
 
 def test_at_most_as_many_requests_are_held_back_as_may_be_matched() -> None:
@@ -214,65 +146,15 @@ def test_the_newest_request_is_matched_first() -> None:
     assert matched == [3, 2, 1, 0, 4, 3]
 
 
-def test_depth_first_by_weight() -> None:
-    """The heavier child is first, a node's own requests follow those of its children, and uncached ones are last."""
-    system = tuple(range(64))
-    requests = [
-        request(0, (900,)),
-        request(1, (*system, 1), cached=64),
-        request(2, (*system, *range(100, 164), 1), cached=128),
-        request(3, (*range(500, 532), 1), cached=32),
-        request(4, (*system, *range(200, 264), 1), cached=128),
-        request(5, (*system, *range(200, 264), 2), cached=128),
-        request(6, (*range(500, 532), 2), cached=32),
-        request(7, (*system, *range(200, 264), 2), cached=128, lora="a"),
-    ]
-    assert arrivals(filled(DfsWeight(), requests)) == [4, 5, 2, 1, 3, 6, 7, 0]
-
-
-def test_uncached_requests_are_in_order_of_arrival_whatever_their_adapter() -> None:
-    requests = [request(arrival, lora=lora) for arrival, lora in enumerate(("z", None, "a", "m"))]
-    assert arrivals(filled(DfsWeight(), requests)) == [0, 1, 2, 3]
-
-
 def test_prefixes_that_differ_within_a_token_share_only_whole_tokens() -> None:
     """Tokens are compared as bytes: 0x0101 and 0x0201 share one byte and no token."""
     requests = [request(0, (5, 7), cached=1), request(1, (0x0101, 7), cached=1), request(2, (0x0201, 7), cached=1)]
     assert arrivals(filled(DfsWeight(), requests)) == [0, 1, 2]
 
 
-def test_children_of_equal_weight_are_in_order_of_their_earliest_arrival() -> None:
-    tokens = {"a": (9, 9), "b": (1, 1), "c": (5, 5)}
-    requests = [request(at, tokens[name], cached=2) for at, name in enumerate("cabbac")]
-    assert arrivals(filled(DfsWeight(), requests)) == [0, 5, 1, 4, 2, 3]
-
-
-def test_the_weight_of_a_prefix_counts_all_requests_below_it() -> None:
-    tokens = [(2,), (2,), (2,), (1, 1), (1, 1), (1, 1), (1, 2)]
-    requests = [request(at, each, cached=len(each)) for at, each in enumerate(tokens)]
-    assert arrivals(filled(DfsWeight(), requests)) == [3, 4, 5, 6, 0, 1, 2], "4 begin with 1, and 3 with 2"
-
-
-def test_the_earliest_arrival_of_a_prefix_may_be_below_it() -> None:
-    tokens = [(1, 1, 5), (2, 2), (2, 2, 6), (1, 1, 6)]
-    requests = [request(at, each, cached=len(each)) for at, each in enumerate(tokens)]
-    assert arrivals(filled(DfsWeight(), requests)) == [0, 3, 2, 1]
-
-
 def test_a_walk_covers_the_earliest_requests_and_the_others_follow() -> None:
     requests = [request(0), *(request(arrival, (7, 7, 7), cached=2) for arrival in range(1, 6))]
     assert arrivals(filled(DfsWeight(matches_per_step=3), requests)) == [1, 2, 0, 3, 4, 5]
-
-
-def test_a_preempted_request_is_matched_again_in_its_step() -> None:
-    requests = [request(0, (1, 2)), request(1, (3, 4))]
-    lengths = {0: 0, 1: 0}
-    policy = filled(DfsWeight(match_length=lambda each: lengths[each.arrival]), requests)
-    assert arrivals(policy) == [0, 1]
-    lengths[1] = 2
-    policy.discard(requests[1])
-    policy.add(requests[1], 0)
-    assert arrivals(policy) == [1, 0]
 
 
 def test_a_long_chain_of_prefixes_needs_no_deep_stack() -> None:
@@ -283,39 +165,6 @@ def test_a_long_chain_of_prefixes_needs_no_deep_stack() -> None:
 # Short prefills, and long waits.
 
 
-def test_the_shortest_uncached_prefill_is_first() -> None:
-    requests = [request(0, range(90)), request(1, range(40)), request(2, range(99), cached=80), request(3, range(40))]
-    assert arrivals(filled(ShortestRemainingPrefill(), requests)) == [2, 1, 3, 0]
-
-
-def test_a_request_that_has_waited_for_long_is_first() -> None:
-    policy = filled(ShortestRemainingPrefill(longest_wait_steps=10), [request(0, range(90)), request(1, range(80))])
-    policy.add(request(2), 5)
-    assert arrivals(policy, 9) == [2, 1, 0]
-    assert arrivals(policy, 10) == [0, 1, 2]
-
-
-def test_the_highest_response_ratio_is_first() -> None:
-    policy = filled(HighestResponseRatio(), [request(0, range(64))])
-    policy.add(request(1, range(8)), 55)
-    policy.add(request(2, range(8)), 56)
-    assert arrivals(policy, 61) == [0, 1, 2], "62 / 64 > 7 / 8 > 6 / 8"
-    assert arrivals(policy, 62) == [1, 0, 2], "8 / 8 > 63 / 64 > 7 / 8"
-    assert arrivals(policy, 71) == [1, 2, 0], "17 / 8 > 16 / 8 > 72 / 64"
-    policy.discard(next(policy.order(71)))
-    policy.add(request(3, range(8)), 71)
-    assert arrivals(policy, 71) == [2, 0, 3], "16 / 8 > 72 / 64 > 1 / 8"
-
-
-def test_tokens_are_rounded_up_to_a_power_of_two() -> None:
-    policy = filled(HighestResponseRatio(), [request(0, range(8))])
-    policy.add(request(1, range(7)), 1)
-    assert arrivals(policy, 2) == [0, 1], "both count as 8 tokens"
-    policy.add(request(2, range(9)), 2)
-    policy.add(request(3, range(5)), 2)
-    assert arrivals(policy, 2) == [0, 1, 3, 2], "9 tokens count as 16"
-
-
 # Shares of tenants, and adapters.
 
 
@@ -323,20 +172,23 @@ def computed(each: PolicyRequest, num_tokens: int, *, is_prefill: bool = True) -
     return [ScheduledChunk(each, 0, num_tokens, is_prefill)]
 
 
-def test_tenants_take_turns_by_what_they_have_received() -> None:
-    long = [request(arrival, range(90), tenant="long") for arrival in range(3)]
-    short = [request(arrival, range(30), tenant="short") for arrival in range(3, 9)]
-    policy = filled(VirtualTokenCounter(), [*long, *short])
-    assert arrivals(policy) == [0, 3, 4, 5, 1, 6, 7, 8, 2]
-    policy.on_scheduled(computed(long[0], 25, is_prefill=False))
-    assert arrivals(policy) == [3, 4, 0, 5, 6, 7, 1, 8, 2]
-
-
 def test_a_weight_multiplies_what_a_tenant_has_received() -> None:
     requests = [request(0, tenant="a"), request(1, tenant="b")]
     policy = filled(VirtualTokenCounter(prefill_weight=3, decode_weight=1), requests)
     policy.on_scheduled(computed(requests[0], 1) + computed(requests[1], 2, is_prefill=False))
     assert arrivals(policy) == [1, 0]
+
+
+def test_counters_of_tenants_that_left_do_not_pile_up() -> None:
+    """A client may send any number of tenants."""
+    policy = VirtualTokenCounter[PolicyRequest]()
+    for arrival in range(5_000):
+        each = request(arrival, tenant=f"tenant {arrival}")
+        policy.add(each, arrival)
+        arrivals(policy, arrival)
+        policy.discard(each)
+        policy.on_scheduled(computed(each, 10))
+    assert len(policy._counters) <= 2_048
 
 
 def test_an_idle_tenant_saves_up_nothing_and_loses_nothing() -> None:
@@ -365,37 +217,6 @@ def test_a_tenant_that_returns_is_lifted_to_the_lowest_counter() -> None:
     assert arrivals(policy, 2) == [0, 1], "it has received 10, and the others 1,000"
 
 
-def test_tenants_with_equal_counters_are_in_order_of_their_next_arrival() -> None:
-    requests = [request(0, tenant="a"), request(2, tenant="b"), request(5, tenant="a")]
-    policy = filled(VirtualTokenCounter(), requests)
-    policy.on_scheduled(computed(requests[1], 1))
-    assert arrivals(policy) == [0, 2, 5]
-
-
-def test_after_a_time_without_waiting_requests_the_last_tenant_is_the_measure() -> None:
-    last, idle = request(0, tenant="last"), request(1, tenant="idle")
-    policy = filled(VirtualTokenCounter(), [last])
-    policy.discard(last)
-    policy.on_scheduled(computed(last, 1_000))
-    policy.add(request(2, tenant="last"), 3)
-    policy.add(idle, 3)
-    assert arrivals(policy, 3) == [1, 2], "equal counters, and the earlier arrival"
-    policy.on_scheduled(computed(idle, 1))
-    assert arrivals(policy, 3) == [2, 1]
-
-
-def test_counters_of_tenants_that_left_do_not_pile_up() -> None:
-    """A client may send any number of tenants."""
-    policy = VirtualTokenCounter[PolicyRequest]()
-    for arrival in range(5_000):
-        each = request(arrival, tenant=f"tenant {arrival}")
-        policy.add(each, arrival)
-        arrivals(policy, arrival)
-        policy.discard(each)
-        policy.on_scheduled(computed(each, 10))
-    assert len(policy._counters) <= 2_048
-
-
 def test_adapters_of_the_last_batch_are_first_and_then_the_earliest() -> None:
     requests = [request(at, lora=lora) for at, lora in enumerate(("a", "b", "c", None, "a", "b", "c"))]
     policy = filled(LoraGrouping(), requests)
@@ -404,15 +225,6 @@ def test_adapters_of_the_last_batch_are_first_and_then_the_earliest() -> None:
     assert arrivals(policy, 1) == [2, 6, 3, 0, 4, 1, 5]
     policy.on_scheduled(computed(requests[1], 1))
     assert arrivals(policy, 2) == [1, 5, 3, 0, 4, 2, 6]
-
-
-def test_a_busy_adapter_does_not_keep_others_waiting_for_ever() -> None:
-    requests = [request(0, lora="a"), request(1, lora="b")]
-    policy = filled(LoraGrouping(longest_wait_steps=10), requests)
-    policy.on_scheduled(computed(requests[1], 1))
-    policy.add(request(2, lora="b"), 5)
-    assert arrivals(policy, 9) == [1, 2, 0]
-    assert arrivals(policy, 10) == [0, 1, 2]
 
 
 # Starvation: what a docstring says that starves does.
