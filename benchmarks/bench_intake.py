@@ -20,8 +20,7 @@ from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import ParallelState
 from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.receiving.recv_skipper import RecvSkipper
-from scheduler_components.receiving.zmq_idle_sleeper import IdleSleeper
-from scheduler_components.receiving.zmq_input_relay import ZmqInputSource, ZmqLeaderRelay
+from scheduler_components.receiving.zmq_input_relay import IdleSleeper, ZmqInputSource, ZmqLeaderRelay
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.values import ForwardMode
 from scheduler_engine.device.device import SimulatedDevice

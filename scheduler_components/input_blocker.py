@@ -95,29 +95,6 @@ class RelayedMessage:
 
 
 @dataclass(slots=True, kw_only=True)
-class _TokenBucket:
-    """A token bucket: the admitted rate, and a burst."""
-
-    bounds: InputLimits
-    _left: float = field(default=-1.0, init=False)
-    _at_s: float = field(default=0.0, init=False)
-
-    def wait_s(self, now_s: float) -> float:
-        """Admit one request and return 0.0, or return the seconds until it could be admitted."""
-        rate = self.bounds.max_requests_per_s
-        if rate is None:
-            return 0.0
-        burst = float(self.bounds.burst_requests)
-        gained = (now_s - self._at_s) * rate
-        self._left = burst if self._left < 0 else min(burst, self._left + max(0.0, gained))
-        self._at_s = now_s
-        if self._left < 1.0:
-            return (1.0 - self._left) / rate
-        self._left -= 1.0
-        return 0.0
-
-
-@dataclass(slots=True, kw_only=True)
 class _KnownRequests:
     """Requests that are held while input is blocked, those admitted but not yet relayed, and recent ones.
 
@@ -183,11 +160,11 @@ class InputBlocker:
     clock: Callable[[], float] = time.monotonic
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     state: BlockerState = field(default=BlockerState.OPEN, init=False)
-    _bucket: _TokenBucket = field(init=False, repr=False)
+    _tokens_left: float = field(default=-1.0, init=False, repr=False)  # of the rate; negative before the first request
+    _tokens_at_s: float = field(default=0.0, init=False, repr=False)
     _requests: _KnownRequests = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._bucket = _TokenBucket(bounds=self.bounds)
         self._requests = _KnownRequests(most=self.bounds.max_known_requests)
 
     def handle(self, frame: bytes, incoming: InputMessage[object]) -> Iterator[RelayedMessage]:
@@ -270,7 +247,7 @@ class InputBlocker:
         if self.state is BlockerState.BLOCKED and len(requests.held) >= bounds.max_held_requests:
             text = f"rid={rid!r}: input is blocked and {len(requests.held)} requests are held already; try again later"
             return RequestRejection(rid, RejectionReason.HELD_FULL, text)
-        wait_s = self._bucket.wait_s(now_s)
+        wait_s = self._rate_wait_s(now_s)
         if wait_s:
             text = (
                 f"rid={rid!r}: exceeds the rate of {bounds.max_requests_per_s:g} requests per second; "
@@ -278,6 +255,20 @@ class InputBlocker:
             )
             return RequestRejection(rid, RejectionReason.TOO_MANY, text, wait_s)
         return None
+
+    def _rate_wait_s(self, now_s: float) -> float:
+        """Count one request and return 0.0, or return the seconds until it could be admitted: a token bucket."""
+        rate = self.bounds.max_requests_per_s
+        if rate is None:
+            return 0.0
+        burst = float(self.bounds.burst_requests)
+        gained = max(0.0, (now_s - self._tokens_at_s) * rate)
+        self._tokens_left = burst if self._tokens_left < 0 else min(burst, self._tokens_left + gained)
+        self._tokens_at_s = now_s
+        if self._tokens_left < 1.0:
+            return (1.0 - self._tokens_left) / rate
+        self._tokens_left -= 1.0
+        return 0.0
 
     def _is_copy_in_flight(self, rid: str, frame: bytes) -> bool:
         held = self._requests.held.get(rid)

@@ -80,22 +80,15 @@ class _Reads:
 
 
 @dataclass(slots=True)
-class _Counters:
-    """``bad_messages``: unreadable messages and heartbeats; ``disconnects``: times that the broker was lost.
-
-    ``problem`` is why the writer cannot store batches, empty if it can.
-    """
-
-    bad_messages: int = 0
-    disconnects: int = 0
-    problem: str = ""
-
-
-@dataclass(slots=True)
 class LogStream:
     """One stream's follower and its reading tasks. Implements ``LogChannel``.
 
     The polling thread uses ``follower``; the connection's thread uses everything else.
+
+    Attributes:
+        bad_messages: unreadable messages and heartbeats.
+        disconnects: times that the broker was lost.
+        problem: why the writer cannot store batches; empty if it can.
     """
 
     address: LogAddress
@@ -104,7 +97,9 @@ class LogStream:
     follower: LogFollower = field(init=False)
     client: Client | None = None
     reads: _Reads = field(default_factory=_Reads)
-    counters: _Counters = field(default_factory=_Counters)
+    bad_messages: int = 0
+    disconnects: int = 0
+    problem: str = ""
 
     # --- on the polling thread ---
 
@@ -119,9 +114,9 @@ class LogStream:
         return msgspec.structs.replace(
             stats,
             is_extended=True,
-            last_error=self.counters.problem or stats.last_error,
-            disconnects=self.counters.disconnects,
-            bad_frames=self.counters.bad_messages + cursor.forged,
+            last_error=self.problem or stats.last_error,
+            disconnects=self.disconnects,
+            bad_frames=self.bad_messages + cursor.forged,
             fenced=cursor.fenced,
         )
 
@@ -194,9 +189,9 @@ class LogStream:
             try:
                 heartbeat = LogHeartbeat.decode(message.data)
             except DecodeError:
-                self.counters.bad_messages += 1
+                self.bad_messages += 1
                 continue
-            self.counters.problem = ""
+            self.problem = ""
             await self.inbox.put(partial(self.follower.on_heartbeat, heartbeat))
 
     async def _receive_problems(self, client: Client) -> None:
@@ -204,9 +199,9 @@ class LogStream:
         subscription = await client.subscribe(self.address.problem_subject)
         async for message in subscription.messages:
             text = escape_unprintable(message.data[:_MAX_PROBLEM_BYTES].decode(errors="replace"))
-            if text and text != self.counters.problem:
+            if text and text != self.problem:
                 _log.warning("%s: the writer cannot store batches: %s", self.address, text)
-            self.counters.problem = text
+            self.problem = text
 
     def _start_reading(self, reading_id: int, log_seq: int) -> None:
         self.stop_reading()
@@ -263,7 +258,7 @@ class LogStream:
                 raise DecodeError("the message is larger than readers accept")
             decoded = read_message(log_seq, message.headers, message.data)
         except DecodeError:
-            self.counters.bad_messages += 1
+            self.bad_messages += 1
         else:
             await self.inbox.put(partial(self.follower.on_message, reading_id, decoded))
         self.reads.next_log_seq = max(self.reads.next_log_seq, log_seq + 1)

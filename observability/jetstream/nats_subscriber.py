@@ -77,7 +77,7 @@ class JetStreamSubscriber(SubscriberBase):
     def on_disconnected(self) -> None:
         """Handle the loss of the broker."""
         for stream in self._streams.values():
-            stream.counters.disconnects += 1
+            stream.disconnects += 1
             stream.stop_reading()
             self._inbox.put_now(partial(_report_disconnected, stream.follower))
 

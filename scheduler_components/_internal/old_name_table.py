@@ -71,7 +71,7 @@ OLD_NAMES = {
     "scheduler_components.waiting_rooms.WaitingRequest": "scheduler_components.waiting.held_request.HeldRequest",
     "scheduler_components.waiting_rooms.WaitingRoom": "scheduler_components.waiting.agreed_queue.WaitingRoom",
     "scheduler_components.waiting_rooms.WaitingRooms": "scheduler_components.waiting.agreed_queue.WaitingRooms",
-    "scheduler_components.zmq_idle_sleeper": "scheduler_components.receiving.zmq_idle_sleeper",
+    "scheduler_components.zmq_idle_sleeper": "scheduler_components.receiving.zmq_input_relay",
     "scheduler_components.zmq_input_relay": "scheduler_components.receiving.zmq_input_relay",
 }
 """Old dotted name of a module, or of a name in a module -> the new one."""

@@ -1,4 +1,4 @@
-"""Input over ZeroMQ: receive messages on a PULL socket, and relay them over one PUSH socket per rank.
+"""Input over ZeroMQ: receive on a PULL socket, relay over one PUSH socket per rank, and sleep while there is no work.
 
 The relay is one-way. The leading rank sends and continues, at most one high-water mark ahead of the slowest rank, so no
 rank waits for a rank other than the leading one. The caller opens the sockets and passes them; `close` closes them.
@@ -6,8 +6,9 @@ rank waits for a rank other than the leading one. The caller opens the sockets a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TypeAlias
 
 import msgspec
@@ -16,7 +17,7 @@ import zmq
 from scheduler_components.errors import DecodeError
 from scheduler_components.values import RelayedInput
 
-__all__ = ["StopRequestedError", "WaitForSocket", "ZmqFollowerRelay", "ZmqInputSource", "ZmqLeaderRelay"]
+__all__ = ["IdleSleeper", "StopRequestedError", "WaitForSocket", "ZmqFollowerRelay", "ZmqInputSource", "ZmqLeaderRelay"]
 
 _SEND_RETRY_MS = 100
 
@@ -111,3 +112,42 @@ def _read(frame: bytes) -> RelayedInput:
         return _decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"the frame is no relayed input: {error}") from error
+
+
+class IdleSleeper:
+    """Polls sockets and file descriptors while a scheduler is idle. It has one poller, and no timer or thread.
+
+    SGLang's idle sleeper wakes every second. This one wakes when input arrives, or at the time that its caller gives,
+    and returns what became readable.
+
+    Args:
+        sockets: sockets that may bring work: PULL, DEALER, SUB or ROUTER.
+        descriptors: further file descriptors, such as the read end of a pipe that closes with the parent process.
+
+    Attributes:
+        num_sleeps: calls of `sleep`.
+        num_timeouts: calls that ended without input.
+    """
+
+    __slots__ = ("_poller", "num_sleeps", "num_timeouts")
+
+    def __init__(self, sockets: Iterable[zmq.Socket[bytes]], descriptors: Iterable[int] = ()) -> None:
+        self.num_sleeps = self.num_timeouts = 0
+        self._poller = zmq.Poller()
+        for watched in (*sockets, *descriptors):
+            self._poller.register(watched, zmq.POLLIN)
+
+    def sleep(self, timeout_s: float | None = None) -> frozenset[zmq.Socket[bytes] | int]:
+        """Wait until something is readable and return it; return nothing after `timeout_s`.
+
+        Args:
+            timeout_s: seconds until the caller has other work; None to wait for input only, 0 or less to check once.
+        """
+        self.num_sleeps += 1
+        ready = self._poller.poll(None if timeout_s is None else ceil(max(0.0, timeout_s) * 1000))
+        if not ready:
+            self.num_timeouts += 1
+        return frozenset(each for each, _ in ready)
+
+    def __repr__(self) -> str:
+        return f"<IdleSleeper: {self.num_sleeps} sleeps, {self.num_timeouts} of them without input>"

@@ -24,8 +24,7 @@ from scheduler_components.cache import RadixCache
 from scheduler_components.errors import QueueFullError
 from scheduler_components.events import Tier
 from scheduler_components.quiesce import QuiesceStepper
-from scheduler_components.receiving.zmq_idle_sleeper import IdleSleeper
-from scheduler_components.receiving.zmq_input_relay import StopRequestedError
+from scheduler_components.receiving.zmq_input_relay import IdleSleeper, StopRequestedError
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.values import (
     ControlReply,

@@ -30,8 +30,8 @@ from scheduler_components.ports import ForwardPassSink, NullDecisionLog
 from scheduler_components.profiler_manager import NullProfiler, Profiler, ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.receiving.recv_skipper import RecvSkipper
-from scheduler_components.receiving.zmq_idle_sleeper import IdleSleeper
 from scheduler_components.receiving.zmq_input_relay import (
+    IdleSleeper,
     StopRequestedError,
     ZmqFollowerRelay,
     ZmqInputSource,

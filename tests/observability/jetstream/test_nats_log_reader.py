@@ -184,7 +184,7 @@ def test_a_bad_message_is_counted_and_the_reading_continues_after_it() -> None:
         assert [(call[1], call[2].log_seq, call[2].payload) for call in found] == [
             (2, 4, b"batch"), (2, 7, b"later"), (2, 6, b"again"),
         ]  # fmt: skip
-        assert (bench.stream.counters.bad_messages, bench.stream.reads.next_log_seq) == (2, 8)
+        assert (bench.stream.bad_messages, bench.stream.reads.next_log_seq) == (2, 8)
 
     run(scenario())
 
@@ -206,7 +206,7 @@ def test_a_bad_heartbeat_is_counted_and_the_next_one_is_received() -> None:
         bench.stream.begin(SimpleNamespace(subscribe=subscribe))  # type: ignore[arg-type]
         await asyncio.gather(*bench.stream.reads.requests)
         assert bench.delivered() == [("heartbeat", good)]
-        assert bench.stream.counters.bad_messages == 1
+        assert bench.stream.bad_messages == 1
 
     run(scenario())
 

@@ -21,8 +21,7 @@ from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.receiving.recv_skipper import RecvSkipper
-from scheduler_components.receiving.zmq_idle_sleeper import IdleSleeper
-from scheduler_components.receiving.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
+from scheduler_components.receiving.zmq_input_relay import IdleSleeper, ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import (

@@ -28,8 +28,12 @@ from scheduler_components.agreement.rank_groups import RankGroups
 from scheduler_components.internal_state import InternalState
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce import QuiesceState
-from scheduler_components.receiving.zmq_idle_sleeper import IdleSleeper
-from scheduler_components.receiving.zmq_input_relay import StopRequestedError, WaitForSocket, ZmqInputSource
+from scheduler_components.receiving.zmq_input_relay import (
+    IdleSleeper,
+    StopRequestedError,
+    WaitForSocket,
+    ZmqInputSource,
+)
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.scheduling.dp_attn import DpBatchSync, dp_rank_groups
 from scheduler_components.testing import ListOutputSink

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from scheduler_components.receiving.zmq_idle_sleeper import IdleSleeper
+from scheduler_components.receiving.zmq_input_relay import IdleSleeper
 
 pytestmark = pytest.mark.sockets
 
