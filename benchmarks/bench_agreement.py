@@ -24,7 +24,7 @@ from scheduler_components.waiting.agreed_queue import AgreedQueue
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.rank.zmq_sync import open_zmq_groups
+from scheduler_engine.engine.rank.zmq_sync import open_zmq_sync_hub
 from scheduler_engine.engine.scheduler.request import Request
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
@@ -161,7 +161,7 @@ def _open_groups(spec: AgreementSpec) -> ParallelGroups:
         socket.poll(timeout_ms, event)
         return True
 
-    return open_zmq_groups(
+    hub = open_zmq_sync_hub(
         zmq.Context(),
         rank=spec.rank,
         reduce_groups=world[spec.rank].reduce_groups,
@@ -169,6 +169,7 @@ def _open_groups(spec: AgreementSpec) -> ParallelGroups:
         wait_for=wait,
         timeout_s=60,
     )
+    return hub.parallel_groups(world[spec.rank].reduce_groups)
 
 
 def _us(step: Callable[[], object], num_steps: int) -> float:

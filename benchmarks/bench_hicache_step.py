@@ -23,7 +23,7 @@ from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.hicache import HiCacheStepper, HiRadixCache
 from scheduler_components.values.page_operations import Instruction, IoEvent
 from scheduler_engine.device.hicache_sim import SimulatedHostPages
-from scheduler_engine.engine.rank.zmq_sync import open_zmq_groups
+from scheduler_engine.engine.rank.zmq_sync import open_zmq_sync_hub
 
 NAME = "hicache_step"
 _ROOT = Path(__file__).parent.parent
@@ -155,7 +155,7 @@ def _open_groups(spec: StepSpec) -> ParallelGroups:
             timeout=timedelta(seconds=60),
         )
         return open_torch_groups(world, ["scheduler"])["scheduler"]
-    return open_zmq_groups(
+    hub = open_zmq_sync_hub(
         zmq.Context(),
         rank=spec.rank,
         reduce_groups=world[spec.rank].reduce_groups,
@@ -163,6 +163,7 @@ def _open_groups(spec: StepSpec) -> ParallelGroups:
         wait_for=_wait,
         timeout_s=60,
     )
+    return hub.parallel_groups(world[spec.rank].reduce_groups)
 
 
 def _bare_us(groups: ParallelGroups, num_steps: int) -> float:

@@ -49,7 +49,6 @@ TOGETHER = {
     "scheduler_refactor/test_harness.py": "workload_search",
     "scheduler_refactor/test_measurement.py": "leave_order measure_report source_index source_tree",
     "scheduler_refactor/test_move.py": "apply body_checks code_edits host_tree prepare refusals rename text_edits",
-    "scheduler_engine/cli/test_server_options.py": "api_keys",
 }
 """Modules of a folder that are tested as one subject, by the test file of that subject."""
 

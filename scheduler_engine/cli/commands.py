@@ -24,12 +24,11 @@ from observability.kv_stream import UnreachableError
 from scheduler_components import ComponentError, ConfigError, __version__
 from scheduler_components.kv_events import write_key_pair
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
-from scheduler_engine.cli.api_keys import ApiKey, ApiKeyFile, read_api_key
 from scheduler_engine.cli.chat_command import chat
-from scheduler_engine.cli.client_keys import PublisherKey, SecretKey, read_client_keys
 from scheduler_engine.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_engine.cli.engine_commands import demo, serve
 from scheduler_engine.cli.hicache_sim_command import hicache_sim
+from scheduler_engine.cli.keys import ApiKey, ApiKeyFile, PublisherKey, SecretKey, read_api_key, read_client_keys
 from scheduler_engine.cli.new_command import new
 from scheduler_engine.cli.relay_command import relay
 from scheduler_engine.cli.route_command import route

@@ -32,8 +32,7 @@ from observability.relay import (
 )
 from scheduler_components import ConfigError
 from scheduler_components._internal.extras import require_modules
-from scheduler_engine.cli.api_keys import ApiKey, ApiKeyFile, read_api_key
-from scheduler_engine.cli.client_keys import PublisherKey, SecretKey, read_client_keys
+from scheduler_engine.cli.keys import ApiKey, ApiKeyFile, PublisherKey, SecretKey, read_api_key, read_client_keys
 from scheduler_engine.cli.run_reporter import print_lines
 from scheduler_engine.cli.sigterm import cancel_on_sigterm
 from scheduler_engine.engine.config import DEFAULT_HOST

@@ -16,8 +16,7 @@ from cyclopts.validators import Number
 from prometheus_client import CollectorRegistry
 
 from observability.routing import KvRouter, Picker, PickerName, make_picker
-from scheduler_engine.cli.api_keys import read_api_key
-from scheduler_engine.cli.client_keys import PublisherKey, SecretKey, read_client_keys
+from scheduler_engine.cli.keys import PublisherKey, SecretKey, read_api_key, read_client_keys
 from scheduler_engine.cli.run_reporter import print_lines
 from scheduler_engine.cli.server_options import AccessOptions
 from scheduler_engine.cli.session import ServerConfig, with_host

@@ -10,7 +10,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from scheduler_components import ConfigError
-from scheduler_engine.cli.api_keys import ApiKey, ApiKeyFile, read_api_key
+from scheduler_engine.cli.keys import ApiKey, ApiKeyFile, read_api_key
 from scheduler_engine.cli.session import DRAIN_TIMEOUT_S, ServerConfig
 from scheduler_engine.frontend.access import AccessPolicy
 

@@ -6,7 +6,7 @@ The values are start-up facts. The frontend process checks them once and sends t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import attrs
 import msgspec
@@ -17,7 +17,6 @@ from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.input_blocker import InputLimits
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.kv_events import KVEventsConfig
-from scheduler_components.load.zmq_load import check_load_endpoint
 from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
 from scheduler_components.metrics.request_tracer import check_otlp_endpoint
 from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchLimits, BatchMode
@@ -48,10 +47,8 @@ _STALL_AFTER_S = 8.0
 _MODEL_SPEED = 1 / 8  # on two busy cores, 135 million parameters need up to 8 s for a chunk of 512 tokens
 
 StorageKind: TypeAlias = Literal["none", "file", "mooncake"]
-_STORAGE_KINDS = ("none", "file", "mooncake")
 DecisionLogMode: TypeAlias = Literal["off", "count", "log", "dump", "stop"]
 StorageChecksum: TypeAlias = Literal["frame", "sidecar", "none"]
-_STORAGE_CHECKSUMS = ("frame", "sidecar", "none")
 
 
 def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: float) -> None:
@@ -289,12 +286,14 @@ class HiCacheConfig:
 
     host_tokens: int = attrs.field(validator=integer_validator())
     host_layout: HostLayout = attrs.field(default="page_first", validator=choice_validator(*HOST_LAYOUTS))
-    storage: StorageKind = attrs.field(default="none", validator=choice_validator(*_STORAGE_KINDS))
+    storage: StorageKind = attrs.field(default="none", validator=choice_validator(*get_args(StorageKind)))
     storage_path: str = ""
     storage_bytes: int = attrs.field(default=1 << 30, validator=integer_validator())
     # Only a request waits for storage, never a step. Recomputing a thousand tokens takes about as long.
     storage_deadline_s: float = attrs.field(default=2.0, validator=number_validator())
-    storage_checksum: StorageChecksum = attrs.field(default="frame", validator=choice_validator(*_STORAGE_CHECKSUMS))
+    storage_checksum: StorageChecksum = attrs.field(
+        default="frame", validator=choice_validator(*get_args(StorageChecksum))
+    )
     mooncake_master: str = MOONCAKE_MASTER
     mooncake_metadata: str = MOONCAKE_METADATA
     policy: HiCachePolicy = attrs.field(factory=HiCachePolicy)
@@ -423,6 +422,9 @@ class EngineConfig:
         self.telemetry.check_ranks(self.dp_size)
         load = None if self.kv_events is None else self.kv_events.port_plan(self.dp_size).load
         if load is not None:
+            # Imported here, because a scheduler without a gauge needs no pyzmq.
+            from scheduler_components.load.zmq_load import check_load_endpoint
+
             check_load_endpoint(load)
         if self.model is not None:
             self._check_model_ranks(self.model)

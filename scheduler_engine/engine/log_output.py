@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import attrs
 
@@ -35,12 +35,12 @@ class LogConfig:
 
     log_level: LogLevel = attrs.field(
         default="warning",
-        validator=choice_validator("debug", "info", "warning", "error", problem="is not a level"),
+        validator=choice_validator(*get_args(LogLevel), problem="is not a level"),
         metadata={"help": "Least severe level that is logged."},
     )
     log_format: LogFormat = attrs.field(
         default="text",
-        validator=choice_validator("text", "json", problem="is not a format"),
+        validator=choice_validator(*get_args(LogFormat), problem="is not a format"),
         metadata={"help": "Form of the log on standard error."},
     )
 

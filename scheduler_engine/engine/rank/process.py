@@ -59,7 +59,7 @@ from scheduler_engine.engine.rank.heartbeat import HeartbeatSender, StopPipe
 from scheduler_engine.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_engine.engine.rank.rpc_handler import ProfiledDevice, RpcHandler
-from scheduler_engine.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
+from scheduler_engine.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_engine.engine.scheduler.request import Request
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
@@ -104,8 +104,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         events = open_event_publisher(config.engine.kv_events, parallel=parallel)
         opened.callback(events.shutdown)
         opened.enter_context(suppress(StopRequestedError))
-        groups = _open_groups(config, parallel, context, heartbeat)
-        opened.callback(groups.close)
+        groups = _open_groups(config, parallel, context, heartbeat, opened)
         peers = _open_peers(config, parallel, context, heartbeat)
         opened.callback(peers.close)
         tiers = _open_tiers(config, parallel, groups, compute)
@@ -245,17 +244,20 @@ def _open_watchdog(
 
 
 def _open_groups(
-    config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: HeartbeatSender
+    config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: HeartbeatSender, opened: ExitStack
 ) -> ParallelGroups:
     """Open the groups in which the ranks of a replica agree once per step, and on control requests."""
-    return open_zmq_groups(
+    reduce_groups = world_rank_groups(parallel)[parallel.world_rank].reduce_groups
+    hub = open_zmq_sync_hub(
         context,
         rank=parallel.world_rank,
-        reduce_groups=world_rank_groups(parallel)[parallel.world_rank].reduce_groups,
+        reduce_groups=reduce_groups,
         address_of=config.paths.sync,
         wait_for=heartbeat.wait,
         timeout_s=_SYNC_TIMEOUT_S,
     )
+    opened.callback(hub.close)
+    return hub.parallel_groups(reduce_groups)
 
 
 def _peer_hops(config: RankConfig, parallel: ParallelState) -> tuple[tuple[int, ...], ...]:

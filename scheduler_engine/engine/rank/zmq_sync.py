@@ -91,7 +91,10 @@ class ZmqSyncHub:
         return bool(self._vectors) or bool(zmq.zmq_poll([(self.inbox, zmq.POLLIN)], 0))
 
     def parallel_groups(self, reduce_groups: Sequence[_Ranks]) -> ParallelGroups:
-        """Return this rank's ``ParallelGroups`` over ``reduce_groups``. The hub must have sockets to all members."""
+        """Return this rank's ``ParallelGroups`` over ``reduce_groups``. The hub must have sockets to all members.
+
+        Closing the groups closes the hub.
+        """
         groups = tuple(_ZmqSyncGroup(hub=self, ranks=ranks, hop=hop) for hop, ranks in enumerate(reduce_groups))
         return ParallelGroups(rank=self.rank, groups=groups)
 
@@ -177,24 +180,3 @@ def open_zmq_sync_hub(
         socket.reconnect_ivl = 10
         socket.connect(address_of(peer))
     return ZmqSyncHub(rank=rank, inbox=inbox, peers=peers, wait_for=wait_for, timeout_s=timeout_s)
-
-
-def open_zmq_groups(
-    context: _Context,
-    *,
-    rank: int,
-    reduce_groups: Sequence[_Ranks],
-    address_of: Callable[[int], str],
-    wait_for: WaitForSocket,
-    timeout_s: float,
-) -> ParallelGroups:
-    """Open a hub as ``open_zmq_sync_hub`` does and return its ``ParallelGroups``. Closing them closes the hub.
-
-    A rank without groups gets no hub, because no group would close it.
-    """
-    if not reduce_groups:
-        return ParallelGroups(rank=rank)
-    hub = open_zmq_sync_hub(
-        context, rank=rank, reduce_groups=reduce_groups, address_of=address_of, wait_for=wait_for, timeout_s=timeout_s
-    )
-    return hub.parallel_groups(reduce_groups)

@@ -8,7 +8,7 @@ import pytest
 from cyclopts import App
 
 from scheduler_components import ConfigError
-from scheduler_engine.cli.api_keys import read_api_key
+from scheduler_engine.cli.keys import read_api_key
 from scheduler_engine.cli.server_options import ServerOptions
 from scheduler_engine.cli.session import ServerConfig
 

@@ -18,7 +18,7 @@ from scheduler_components.agreement import ParallelGroups, Proposal
 from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
 from scheduler_components.receiving.zmq_input_relay import StopRequestedError
-from scheduler_engine.engine.rank.zmq_sync import open_zmq_groups
+from scheduler_engine.engine.rank.zmq_sync import open_zmq_sync_hub
 
 pytestmark = pytest.mark.sockets
 
@@ -46,7 +46,7 @@ class Ranks:
 
     def _run(self, rank: int, work: Work) -> object:
         world = world_rank_groups(ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2))
-        groups = open_zmq_groups(
+        hub = open_zmq_sync_hub(
             self._context,
             rank=rank,
             reduce_groups=world[rank].reduce_groups,
@@ -54,6 +54,7 @@ class Ranks:
             wait_for=self._wait,
             timeout_s=self._timeout_s,
         )
+        groups = hub.parallel_groups(world[rank].reduce_groups)
         try:
             return work(groups)
         except (SyncTimeoutError, SyncDivergenceError, StopRequestedError) as error:

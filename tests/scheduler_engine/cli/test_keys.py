@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_engine.cli.client_keys import read_client_keys
+from scheduler_engine.cli.keys import read_client_keys
 
 
 def test_without_key_files_there_are_no_keys() -> None:
