@@ -24,7 +24,7 @@ import msgspec
 
 from scheduler_refactor.source_index import FunctionNode, dotted_name
 
-__all__ = ["Access", "AccessKind", "AccessReader", "Escape", "HostUses", "Indirect", "Origin"]
+__all__ = ["Access", "AccessKind", "AccessReader", "Escape", "Indirect", "Origin"]
 
 AccessKind: TypeAlias = Literal["read", "rebind", "mutate", "call", "invoke", "delete"]
 Via: TypeAlias = Literal["self", "alias", "getattr", "super", "class", "field", "parameter"]
@@ -154,15 +154,6 @@ class _Scope:
         self.bindings.setdefault(name, []).append(value)
 
 
-@dataclass(slots=True)
-class HostUses:
-    """What the read functions do with the host, in the order of evaluation."""
-
-    accesses: list[Access] = field(default_factory=list)
-    escapes: list[Escape] = field(default_factory=list)
-    indirect: list[Indirect] = field(default_factory=list)
-
-
 @dataclass(slots=True, kw_only=True)
 class AccessReader:
     """Collects the uses in one function.
@@ -173,7 +164,7 @@ class AccessReader:
         class_name: the class whose private names (``__x``) the function uses.
         is_host_class: whether a name of this file is a class of the host.
         host_fields: fields of the component through which its methods reach the host.
-        uses: what was found.
+        accesses, escapes, indirect: what the read functions do with the host, in the order of evaluation.
     """
 
     path: str
@@ -181,7 +172,9 @@ class AccessReader:
     class_name: str = ""
     is_host_class: Callable[[str], bool] = lambda _name: False
     host_fields: frozenset[str] = frozenset()
-    uses: HostUses = field(default_factory=HostUses)
+    accesses: list[Access] = field(default_factory=list)
+    escapes: list[Escape] = field(default_factory=list)
+    indirect: list[Indirect] = field(default_factory=list)
     _depth: int = 0
     _branches: int = 0
     _evaluating: set[tuple[int, str]] = field(default_factory=set)
@@ -376,7 +369,7 @@ class AccessReader:
         name = self._mangled(node.attr)
         hosts = [origin for origin in self._origins(node.value, scope) if origin.what in ("host", "super")]
         if hosts and name == "__dict__":
-            self.uses.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
+            self._note_unknown(node)
         elif hosts and name != "__class__":
             for origin in hosts:
                 self._record(origin, name, kind, node, member)
@@ -392,7 +385,7 @@ class AccessReader:
             self._use(node.args[-1], scope)
             return
         if called == "vars" and node.args and self._hosts(node.args[0], scope):
-            self.uses.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
+            self._note_unknown(node)
             return
         if self._called_by_getter(node, scope):
             return
@@ -429,7 +422,7 @@ class AccessReader:
     ) -> None:
         words = self._strings(name, scope)
         if words is None:
-            self.uses.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
+            self._note_unknown(node)
             return
         for word in words:
             for origin in hosts:
@@ -575,7 +568,10 @@ class AccessReader:
             is_deferred=self._depth > 0,
             is_conditional=self._branches > 0,
         )
-        self.uses.accesses.append(access)
+        self.accesses.append(access)
+
+    def _note_unknown(self, node: ast.expr) -> None:
+        self.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
 
     def _bare(
         self,
@@ -585,14 +581,10 @@ class AccessReader:
         callee: str = "",
         parameter: str = "",
     ) -> None:
-        if isinstance(node, ast.Attribute) and node.attr == "__class__":
-            return
         if isinstance(node, ast.Call | ast.NamedExpr):
             return
-        for origin in self._hosts(node, scope):
-            if origin.via == "class":
-                continue
-            escape = Escape(
+        self.escapes += [
+            Escape(
                 path=self.path,
                 line=node.lineno,
                 column=node.col_offset,
@@ -602,7 +594,9 @@ class AccessReader:
                 via=origin.via,
                 is_certain=origin.is_certain,
             )
-            self.uses.escapes.append(escape)
+            for origin in self._hosts(node, scope)
+            if origin.via != "class"
+        ]
 
 
 def _line(node: ast.expr) -> int:

@@ -13,7 +13,7 @@ from scheduler_refactor.host_access import Access, AccessKind
 from scheduler_refactor.leave_order import LeavePlan, MethodGroup, PortMember, group_methods, plan_leaving
 from scheduler_refactor.measurement import Measurement, MethodUse
 
-__all__ = ["Edge", "MeasureReport", "part_edges", "render_mermaid", "render_svg", "render_text"]
+__all__ = ["MeasureReport", "part_edges", "render_mermaid", "render_svg", "render_text"]
 
 _KINDS: tuple[tuple[str, AccessKind], ...] = (
     ("reads", "read"),
@@ -44,30 +44,20 @@ class MeasureReport(msgspec.Struct, frozen=True, kw_only=True):
         return cls(measurement=measurement, leave_order=plan_leaving(measurement), groups=group_methods(measurement))
 
 
-class Edge(msgspec.Struct, frozen=True, kw_only=True):
-    """One part uses members that another part defines or binds.
-
-    Args:
-        user: the part that uses.
-        owner: the part that has the members.
-        members: the members, sorted.
-    """
-
-    user: str
-    owner: str
-    members: tuple[str, ...]
-
-
-def part_edges(report: MeasureReport) -> tuple[Edge, ...]:
-    """Return who uses whose members, among the host's classes and the components that hold it."""
+def part_edges(report: MeasureReport) -> dict[tuple[str, str], list[str]]:
+    """Return which members a part uses of another one, by both: the host's classes and components that hold it."""
+    measurement = report.measurement
+    owners = {use.name: part.name for part in reversed(list(measurement.own_parts())) for use in part.methods}
+    uses = [(plan.part, need.origin, need.name) for plan in report.leave_order for need in plan.needs]
+    for part in measurement.own_parts():
+        if part.role == "host":
+            names = {access.attribute for use in part.methods for access in use.accesses}
+            uses += [(part.name, owners[name], name) for name in names & owners.keys()]
     found: dict[tuple[str, str], set[str]] = {}
-    for plan in (*report.leave_order, *_host_plan(report)):
-        for need in plan.needs:
-            if need.origin and need.origin != plan.part:
-                found.setdefault((plan.part, need.origin), set()).add(need.name)
-    return tuple(
-        Edge(user=user, owner=owner, members=tuple(sorted(names))) for (user, owner), names in sorted(found.items())
-    )
+    for user, owner, name in uses:
+        if owner and owner != user:
+            found.setdefault((user, owner), set()).add(name)
+    return {parts: sorted(members) for parts, members in sorted(found.items())}
 
 
 def render_text(report: MeasureReport, only: str = "") -> Iterator[str]:
@@ -121,8 +111,8 @@ def render_mermaid(report: MeasureReport) -> Iterator[str]:
     yield "flowchart LR"
     for name, number in names.items():
         yield f'    p{number}["{name}"]'
-    for edge in part_edges(report):
-        yield f"    p{names[edge.user]} -->|{len(edge.members)}| p{names[edge.owner]}"
+    for (user, owner), members in part_edges(report).items():
+        yield f"    p{names[user]} -->|{len(members)}| p{names[owner]}"
 
 
 def render_svg(report: MeasureReport) -> str:
@@ -137,19 +127,19 @@ def render_svg(report: MeasureReport) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    lines += [_svg_edge(edge, places) for edge in part_edges(report)]
+    lines += [_svg_edge(*parts, members, places) for parts, members in part_edges(report).items()]
     lines += [_svg_node(name, place) for name, place in places.items()]
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _svg_edge(edge: Edge, places: dict[str, tuple[float, float]]) -> str:
-    (x1, y1), (x2, y2) = places[edge.user], places[edge.owner]
-    width = 1 + math.log2(len(edge.members))
+def _svg_edge(user: str, owner: str, members: list[str], places: dict[str, tuple[float, float]]) -> str:
+    (x1, y1), (x2, y2) = places[user], places[owner]
+    width = 1 + math.log2(len(members))
     x, y = x1 + 0.3 * (x2 - x1), y1 + 0.3 * (y2 - y1)  # nearer to the user: two edges of a pair have two numbers
-    title = escape(f"{edge.user} uses of {edge.owner}: {', '.join(edge.members)}")
+    title = escape(f"{user} uses of {owner}: {', '.join(members)}")
     return (
         f'<g><title>{title}</title><line x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" stroke="#8aa" '
-        f'stroke-width="{width:.1f}"/><text x="{x:.0f}" y="{y:.0f}" fill="#255">{len(edge.members)}</text></g>'
+        f'stroke-width="{width:.1f}"/><text x="{x:.0f}" y="{y:.0f}" fill="#255">{len(members)}</text></g>'
     )
 
 
@@ -165,32 +155,6 @@ def _svg_node(name: str, place: tuple[float, float]) -> str:
 def _graph_names(report: MeasureReport) -> dict[str, int]:
     parts = [part.name for part in report.measurement.parts if part.role in ("host", "mixin", "base", "component")]
     return {name: number for number, name in enumerate(dict.fromkeys(parts))}
-
-
-def _host_plan(report: MeasureReport) -> Iterable[LeavePlan]:
-    """The host's own uses of its mixins, in the shape of a plan."""
-    measurement = report.measurement
-    owners = {use.name: part.name for part in reversed(list(measurement.own_parts())) for use in part.methods}
-    for part in measurement.own_parts():
-        if part.role != "host":
-            continue
-        used = Counter(access.attribute for use in part.methods for access in use.accesses)
-        needs = [
-            PortMember(name=name, kind="method", origin=owners[name], num_uses=count, is_mutated=False)
-            for name, count in sorted(used.items())
-            if owners.get(name, part.name) != part.name
-        ]
-        yield LeavePlan(
-            part=part.name,
-            cost=0,
-            num_lines=part.num_lines,
-            num_methods=len(part.methods),
-            own_state=(),
-            shared_state={},
-            entries={},
-            needs=tuple(needs),
-            obstacles=(),
-        )
 
 
 def _parts_table(measurement: Measurement) -> Iterator[str]:

@@ -324,9 +324,9 @@ class _HostMeasurer:
             is_property=function.is_property,
             is_static=function.is_static,
             decorators=function.decorators,
-            accesses=tuple(reader.uses.accesses),
-            escapes=tuple(reader.uses.escapes),
-            indirect=tuple(reader.uses.indirect),
+            accesses=tuple(reader.accesses),
+            escapes=tuple(reader.escapes),
+            indirect=tuple(reader.indirect),
         )
         self._uses[function] = use
         return use
@@ -446,14 +446,14 @@ class _HostMeasurer:
         for function in others:
             if function not in self._origins:
                 reader.read(function.node)
-        if reader.uses.accesses or reader.uses.indirect:
+        if reader.accesses or reader.indirect:
             yield MethodUse(
                 name="<module>",
                 line=1,
                 num_lines=0,
-                accesses=tuple(reader.uses.accesses),
-                escapes=tuple(reader.uses.escapes),
-                indirect=tuple(reader.uses.indirect),
+                accesses=tuple(reader.accesses),
+                escapes=tuple(reader.escapes),
+                indirect=tuple(reader.indirect),
             )
 
     def _component_part(self, source: ClassSource, fields: frozenset[str]) -> Part:

@@ -7,7 +7,7 @@ from textwrap import dedent, indent
 
 import pytest
 
-from scheduler_refactor.host_access import Access, AccessReader, HostUses, Origin
+from scheduler_refactor.host_access import Access, AccessReader, Origin
 
 FLAT = [
     # Plain uses
@@ -124,7 +124,7 @@ FLAT = [
 ]  # fmt: skip
 
 
-def read(code: str, parameters: str = "self") -> HostUses:
+def read(code: str, parameters: str = "self") -> AccessReader:
     text = f"async def method({parameters}, other, x, y):\n" + indent(dedent(code), "    ")
     (function,) = ast.parse(text).body
     assert isinstance(function, ast.AsyncFunctionDef)
@@ -135,7 +135,7 @@ def read(code: str, parameters: str = "self") -> HostUses:
         is_host_class=lambda name: name == "Mixin",
     )
     reader.read(function)
-    return reader.uses
+    return reader
 
 
 def shown(access: Access) -> str:
