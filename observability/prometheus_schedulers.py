@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from observability.catalog import (
     INFO_METRICS,
@@ -30,7 +30,6 @@ from observability.catalog import (
 from observability.prometheus_collector import CatalogCollector, new_family
 from scheduler_components import ConfigError
 from scheduler_components._internal.extras import naming_extras
-from scheduler_components.metrics.shm_board import ShmBoard
 from scheduler_components.values import HistogramSnapshot, SchedulerStats
 
 with naming_extras:
@@ -38,6 +37,9 @@ with naming_extras:
     from prometheus_client.metrics_core import GaugeMetricFamily
     from prometheus_client.metrics_core import Metric as MetricFamily
     from prometheus_client.samples import Sample
+
+if TYPE_CHECKING:
+    from scheduler_components.metrics.shm_board import ShmBoard
 
 __all__ = ["MetricsBoardCollector", "PrometheusSink"]
 

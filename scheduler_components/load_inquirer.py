@@ -5,23 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from scheduler_components.load import CountedQueue
 from scheduler_components.load.token_counted_queue import count_request_tokens
 from scheduler_components.load.work_counters import WorkCounters
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import (
-    LoadSectionsSource,
-    NullLoadSectionsSource,
-    NullRateSource,
-    PoolSource,
-    QueuedRequest,
-    QueueSource,
-    RateSource,
-)
-from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import LoadSections, LoadSnapshot
+
+if TYPE_CHECKING:
+    from scheduler_components.ports import LoadSectionsSource, PoolSource, QueuedRequest, QueueSource, RateSource
 
 __all__ = ["LoadInquirer"]
+
+_NO_SECTIONS = LoadSections()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +32,7 @@ class LoadInquirer:
         parallel: rank of the load (``dp_rank`` of the snapshot is its ``kv_stream_index``).
         queues: running and waiting requests.
         pool: the KV token pool.
-        rates: throughput and hit rate over the recent window.
+        rates: throughput and hit rate over the recent window; None reports 0.
         sections: disaggregation, LoRA, speculative decoding, memory and special queues, where the engine has them.
         work: requests received and work done since the start.
         clock: wall-clock seconds since the epoch.
@@ -44,8 +41,8 @@ class LoadInquirer:
     parallel: ParallelState
     queues: QueueSource
     pool: PoolSource
-    rates: RateSource = field(default_factory=NullRateSource)
-    sections: LoadSectionsSource = field(default_factory=NullLoadSectionsSource)
+    rates: RateSource | None = None
+    sections: LoadSectionsSource | None = None
     work: WorkCounters = field(default_factory=WorkCounters)
     clock: Callable[[], float] = time.time
     _sequence: int = field(default=0, init=False, repr=False)
@@ -74,7 +71,7 @@ class LoadInquirer:
         chunked_tokens = queues.num_chunked_tokens_left
         pending_tokens += chunked_tokens
         uncached_tokens += chunked_tokens
-        sections = self.sections.load_sections()
+        sections = _NO_SECTIONS if self.sections is None else self.sections.load_sections()
         disaggregation = sections.disaggregation
         if disaggregation is not None:
             num_waiting += disaggregation.waiting_reqs
@@ -100,8 +97,8 @@ class LoadInquirer:
             pool.page_size,
             max_running,
             token_usage,
-            rates.gen_throughput,
-            rates.cache_hit_rate,
+            0.0 if rates is None else rates.gen_throughput,
+            0.0 if rates is None else rates.cache_hit_rate,
             token_usage if token_usage > slot_usage else slot_usage,
             sections.queues,
             disaggregation,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import msgspec
 
@@ -13,7 +13,6 @@ from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadSource, MetricsSink, StatsSource
 from scheduler_components.values import (
     AgreedQueueStats,
     BatchingStats,
@@ -36,6 +35,9 @@ from scheduler_components.values import (
     SpanStats,
     TierStats,
 )
+
+if TYPE_CHECKING:
+    from scheduler_components.ports import LoadSource, MetricsSink, StatsSource
 
 __all__ = ["LiveStats", "MetricsEmitter", "StatsSources"]
 

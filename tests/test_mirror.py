@@ -35,6 +35,7 @@ DECLARATIONS = {
     "scheduler_components/values/batches.py": "values",
     "scheduler_components/values/decisions.py": "values",
     "scheduler_components/values/forward_pass.py": "values",
+    "scheduler_components/values/kv_events.py": "values",
     "scheduler_components/values/grammar.py": "values",
     "scheduler_components/values/outputs.py": "values",
     "scheduler_components/values/receive.py": "values",

@@ -32,7 +32,6 @@ from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NullKvMetricsSink
 from scheduler_components.values import KvMetrics, LoadSnapshot, MemoryLoad
 
 __all__ = ["COMPONENTS", "SglangComponents", "SglangKvEvents", "SglangLoadPublisher", "read_parallel_state"]
@@ -180,7 +179,7 @@ def open_kv_events(scheduler: Any, parallel: ParallelState, settings: KVEventsCo
                 max_running_requests=scheduler.max_running_requests,
                 capacity_tokens=scheduler.max_total_num_tokens,
             ),
-            metrics_sink=SglangKvMetricsSink(socket=socket) if stream and socket else NullKvMetricsSink(),
+            metrics_sink=SglangKvMetricsSink(socket=socket) if stream and socket else None,
         ),
         stream=stream,
     )

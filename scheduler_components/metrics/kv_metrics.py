@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from scheduler_components.values import KvMetrics, LoadSnapshot
+from typing import TYPE_CHECKING
+
+from scheduler_components.values import KvMetrics
+
+if TYPE_CHECKING:
+    from scheduler_components.values import LoadSnapshot
 
 __all__ = ["kv_metrics_of_load"]
 

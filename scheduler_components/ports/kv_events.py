@@ -14,7 +14,6 @@ __all__ = [
     "KvEventSource",
     "KvMetricsSink",
     "NullHeldBlocksSource",
-    "NullKvMetricsSink",
 ]
 
 
@@ -91,15 +90,3 @@ class KvMetricsSink(Protocol):
     def close(self) -> None:
         """Release the sockets. Safe to call twice."""
         ...
-
-
-class NullKvMetricsSink:
-    """The sink of a scheduler without a serving process."""
-
-    wants_metrics = False
-
-    def send(self, metrics: KvMetrics) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -11,9 +11,6 @@ __all__ = [
     "LoadSectionsSource",
     "LoadSink",
     "LoadSource",
-    "NullLoadSectionsSource",
-    "NullLoadSource",
-    "NullRateSource",
     "PoolSource",
     "QueueSource",
     "QueuedRequest",
@@ -92,29 +89,12 @@ class RateSource(Protocol):
         ...
 
 
-class NullRateSource:
-    """The rates of a scheduler that measures none."""
-
-    gen_throughput = 0.0
-    cache_hit_rate = 0.0
-
-
 class LoadSectionsSource(Protocol):
     """An engine with special queues, LoRA slots, drafts or disaggregation. Read by `LoadInquirer`."""
 
     def load_sections(self) -> LoadSections:
         """Return the optional sections of a load snapshot; None for those that this engine does not have."""
         ...
-
-
-_NO_SECTIONS = LoadSections()
-
-
-class NullLoadSectionsSource:
-    """The source of an engine that has none of these sections."""
-
-    def load_sections(self) -> LoadSections:
-        return _NO_SECTIONS
 
 
 class LoadSource(Protocol):
@@ -126,13 +106,6 @@ class LoadSource(Protocol):
     def get_loads(self) -> LoadSnapshot:
         """Return the current load."""
         ...
-
-
-class NullLoadSource:
-    """The load of a scheduler that reports none."""
-
-    def get_loads(self) -> LoadSnapshot:
-        return LoadSnapshot()
 
 
 class LoadSink(Protocol):

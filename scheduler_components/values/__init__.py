@@ -2,98 +2,26 @@
 
 from __future__ import annotations
 
-from scheduler_components._internal.old_names import old_names
-from scheduler_components.values.batches import (
-    BatchShape,
-    RefusalReason,
-    RequestHints,
-    RequestState,
-    ScheduledBatch,
-    ScheduledChunk,
-)
-from scheduler_components.values.control import (
-    DEFAULT_WEIGHT_VERSION,
-    BeginWeightUpdate,
-    CheckWeights,
-    ClearStorageIndex,
-    ContinueGeneration,
-    ControlReply,
-    ControlRequest,
-    EndWeightUpdate,
-    FlushCache,
-    IdleControlRequest,
-    LoadWeights,
-    MemoryTag,
-    PauseGeneration,
-    PauseMode,
-    ReleaseMemory,
-    ResumeMemory,
-    RollBackWeights,
-    control_request_name,
-)
-from scheduler_components.values.decisions import (
-    Decision,
-    DecisionDump,
-    DecisionKind,
-    DecisionStats,
-    DecisionValue,
-    DivergencePolicy,
-    DivergenceReport,
-)
-from scheduler_components.values.forward_pass import (
-    FORWARD_PASS_VERSION,
-    ForwardPassMetrics,
-    ForwardPassStats,
-    QueuedRequestMetrics,
-    ScheduledRequestMetrics,
-)
-from scheduler_components.values.grammar import GrammarKey, GrammarKind, GrammarStats
-from scheduler_components.values.load import (
-    AdapterLoad,
-    DecodeMoments,
-    DisaggregationLoad,
-    LoadSections,
-    LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
-    QueueLoad,
-    SpeculativeLoad,
-)
-from scheduler_components.values.outputs import FinishReason, OutputBatch, OutputDelta, OutputStats, TokenOutput
-from scheduler_components.values.pools import (
-    AllocationAction,
-    AllocationRecord,
-    HeldCount,
-    IntegrityStats,
-    KvPoolSnapshot,
-    PageHolding,
-    PoolCount,
-    PoolStats,
-    StallReport,
-)
-from scheduler_components.values.receive import (
-    ForwardMode,
-    InputKind,
-    InputMessage,
-    ReceiverStats,
-    RejectionReason,
-    RelayedInput,
-    RequestRejection,
-)
-from scheduler_components.values.request_span import FinishedRequest, RequestSpan, SpanStats, TraceParent
-from scheduler_components.values.sessions import SessionParams, SessionStats
-from scheduler_components.values.stats import (
-    BatchingStats,
-    HistogramSnapshot,
-    KvMetrics,
-    LatencySnapshot,
-    PublisherStats,
-    QuiesceStats,
-    SchedulerCounters,
-    SchedulerStats,
-)
-from scheduler_components.values.tiers import CachedTokens, TierStats
-from scheduler_components.values.waiting import AgreedQueueStats, DeadlineStats, LoraStats, RequestTimeouts
+from typing import TYPE_CHECKING
+
+from scheduler_components._internal.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from scheduler_components.values.batches import *
+    from scheduler_components.values.control import *
+    from scheduler_components.values.decisions import *
+    from scheduler_components.values.forward_pass import *
+    from scheduler_components.values.grammar import *
+    from scheduler_components.values.kv_events import *
+    from scheduler_components.values.load import *
+    from scheduler_components.values.outputs import *
+    from scheduler_components.values.pools import *
+    from scheduler_components.values.receive import *
+    from scheduler_components.values.request_span import *
+    from scheduler_components.values.sessions import *
+    from scheduler_components.values.stats import *
+    from scheduler_components.values.tiers import *
+    from scheduler_components.values.waiting import *
 
 __all__ = [
     "AdapterLoad",
@@ -110,12 +38,12 @@ __all__ = [
     "ControlReply",
     "ControlRequest",
     "DEFAULT_WEIGHT_VERSION",
+    "DeadlineStats",
     "Decision",
     "DecisionDump",
     "DecisionKind",
     "DecisionStats",
     "DecisionValue",
-    "DeadlineStats",
     "DecodeMoments",
     "DisaggregationLoad",
     "DivergencePolicy",
@@ -166,25 +94,64 @@ __all__ = [
     "ReleaseMemory",
     "RequestHints",
     "RequestRejection",
+    "RequestSpan",
     "RequestState",
     "RequestTimeouts",
     "ResumeMemory",
     "RollBackWeights",
     "ScheduledBatch",
     "ScheduledChunk",
-    "RequestSpan",
     "ScheduledRequestMetrics",
     "SchedulerCounters",
     "SchedulerStats",
-    "SpanStats",
     "SessionParams",
     "SessionStats",
+    "SpanStats",
     "SpeculativeLoad",
     "StallReport",
     "TierStats",
-    "TraceParent",
     "TokenOutput",
+    "TraceParent",
     "control_request_name",
 ]
 
-__getattr__ = old_names(__name__)
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "scheduler_components.values.batches": (
+            "BatchShape RefusalReason RequestHints RequestState ScheduledBatch ScheduledChunk"
+        ),
+        "scheduler_components.values.control": (
+            "BeginWeightUpdate CheckWeights ClearStorageIndex ContinueGeneration ControlReply ControlRequest "
+            "DEFAULT_WEIGHT_VERSION EndWeightUpdate FlushCache IdleControlRequest LoadWeights MemoryTag "
+            "PauseGeneration PauseMode ReleaseMemory ResumeMemory RollBackWeights control_request_name"
+        ),
+        "scheduler_components.values.decisions": (
+            "Decision DecisionDump DecisionKind DecisionStats DecisionValue DivergencePolicy DivergenceReport"
+        ),
+        "scheduler_components.values.forward_pass": (
+            "FORWARD_PASS_VERSION ForwardPassMetrics ForwardPassStats QueuedRequestMetrics ScheduledRequestMetrics"
+        ),
+        "scheduler_components.values.grammar": "GrammarKey GrammarKind GrammarStats",
+        "scheduler_components.values.kv_events": "KvMetrics PublisherStats",
+        "scheduler_components.values.load": (
+            "AdapterLoad DecodeMoments DisaggregationLoad LoadSections LoadSnapshot LoraLoad MemoryLoad QueueLoad "
+            "SpeculativeLoad"
+        ),
+        "scheduler_components.values.outputs": "FinishReason OutputBatch OutputDelta OutputStats TokenOutput",
+        "scheduler_components.values.pools": (
+            "AllocationAction AllocationRecord HeldCount IntegrityStats KvPoolSnapshot PageHolding PoolCount "
+            "PoolStats StallReport"
+        ),
+        "scheduler_components.values.receive": (
+            "ForwardMode InputKind InputMessage ReceiverStats RejectionReason RelayedInput RequestRejection"
+        ),
+        "scheduler_components.values.request_span": "FinishedRequest RequestSpan SpanStats TraceParent",
+        "scheduler_components.values.sessions": "SessionParams SessionStats",
+        "scheduler_components.values.stats": (
+            "BatchingStats HistogramSnapshot LatencySnapshot QuiesceStats SchedulerCounters SchedulerStats"
+        ),
+        "scheduler_components.values.tiers": "CachedTokens TierStats",
+        "scheduler_components.values.waiting": "AgreedQueueStats DeadlineStats LoraStats RequestTimeouts",
+    },
+)

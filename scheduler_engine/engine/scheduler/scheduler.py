@@ -55,7 +55,6 @@ from scheduler_components.ports import (
     MetricsSink,
     NullDecisionLog,
     NullForwardPassSink,
-    NullKvMetricsSink,
     NullMetricsSink,
     NullOutputSink,
     NullSpanSink,
@@ -613,7 +612,7 @@ class SchedulerSinks:
     events: KvEventSink = field(default_factory=NullEventPublisher)
     outputs: OutputSink = field(default_factory=NullOutputSink)
     metrics: MetricsSink = field(default_factory=NullMetricsSink)
-    kv_metrics: KvMetricsSink = field(default_factory=NullKvMetricsSink)
+    kv_metrics: KvMetricsSink | None = None
     forward_passes: ForwardPassSink = field(default_factory=NullForwardPassSink)
     spans: SpanSink = field(default_factory=NullSpanSink)
     worker_id: str = ""
