@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import msgspec
 
 __all__ = [
+    "DEFAULT_WEIGHT_VERSION",
     "UNFOLDED_FIELDS",
     "FULL_ATTENTION_KINDS",
     "LOCAL_GPU",
@@ -46,6 +47,9 @@ __all__ = [
     "medium_tier",
     "true_runs",
 ]
+
+DEFAULT_WEIGHT_VERSION = "default"
+"""Version of the weights that an engine starts with, as in SGLang. Block hashes are seeded by every other version."""
 
 MEDIUM_GPU = "GPU"
 """The device's medium. ``medium=None`` means the same to every consumer."""

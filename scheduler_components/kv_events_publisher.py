@@ -12,15 +12,15 @@ import msgspec
 
 from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.events import AllBlocksCleared, KVCacheEvent, KVEventBatch
-from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.values import PublisherStats
+from scheduler_components.values import KvMetrics, PublisherStats
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events import KVEventsConfig
     from scheduler_components.ports import KvEventSink, KvEventSource, KvMetricsSink, LoadSource
+    from scheduler_components.values import LoadSnapshot
 
-__all__ = ["SchedulerKvEventsPublisher"]
+__all__ = ["SchedulerKvEventsPublisher", "kv_metrics_of_load"]
 
 logger = logging.getLogger(__name__)
 
@@ -184,3 +184,23 @@ class SchedulerKvEventsPublisher:
         if self.metrics_sink is not None:
             with self.failures.guard(_CLOSING):
                 self.metrics_sink.close()
+
+
+def kv_metrics_of_load(load: LoadSnapshot) -> KvMetrics:
+    """Return a load snapshot in request slots and KV blocks.
+
+    A partly used page counts as one active block. Tokens after the last whole page of the pool are no block, so the
+    active blocks never exceed the total.
+    """
+    page_size = max(1, load.page_size)
+    total_blocks = load.max_total_num_tokens // page_size
+    return KvMetrics(
+        request_active_slots=load.num_running_reqs,
+        request_total_slots=load.max_running_requests,
+        kv_active_blocks=min(total_blocks, -(-load.num_used_tokens // page_size)),
+        kv_total_blocks=total_blocks,
+        num_requests_waiting=load.num_waiting_reqs,
+        gpu_cache_usage_perc=load.token_usage,
+        gpu_prefix_cache_hit_rate=load.cache_hit_rate,
+        data_parallel_rank=load.dp_rank,
+    )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import (
@@ -20,7 +20,7 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.kv_events import NullEventPublisher
-from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
+from scheduler_components.kv_events_publisher import kv_metrics_of_load
 from scheduler_components.testing import ListEventSink
 from scheduler_components.testing.fakes import FakeLoad, ListSink, ScriptedEventSource
 from scheduler_components.values import KvMetrics, LoadSnapshot, PublisherStats
@@ -176,6 +176,15 @@ def test_kv_metrics_are_slots_and_blocks() -> None:
         )
     ]
     assert kv_metrics_of_load(LoadSnapshot(page_size=0)) == KvMetrics()
+
+
+@given(page_size=st.integers(1, 64), capacity=st.integers(0, 10_000), used=st.integers(0, 10_000))
+@example(page_size=16, capacity=16 * 512 + 3, used=16 * 512 + 3)
+def test_no_more_blocks_are_in_use_than_there_are(page_size: int, capacity: int, used: int) -> None:
+    used = min(used, capacity)
+    metrics = kv_metrics_of_load(LoadSnapshot(page_size=page_size, max_total_num_tokens=capacity, num_used_tokens=used))
+    assert metrics.kv_active_blocks <= metrics.kv_total_blocks == capacity // page_size
+    assert metrics.kv_active_blocks * page_size >= min(used, metrics.kv_total_blocks * page_size)
 
 
 def test_the_load_is_not_read_for_a_sink_that_wants_no_kv_metrics() -> None:

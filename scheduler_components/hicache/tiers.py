@@ -24,7 +24,7 @@ from scheduler_components.cache import PrefixNamespace, RadixCache, RadixNode
 from scheduler_components.cache.block_hash import DIGEST_BYTES, block_hashes_of
 from scheduler_components.cache.lru_list import LruList
 from scheduler_components.cache.radix_tree import RadixTree
-from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder
+from scheduler_components.cache.recorder import EventRecorder
 from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.events import TIER_MEDIUM, Tier
 from scheduler_components.ports import HostPages, PageHook
@@ -54,7 +54,7 @@ class TierMembership:
 
     __slots__ = ("_recorder", "digest", "host_pages", "num_pages", "stored")
 
-    def __init__(self, recorder: EventRecorder | NullEventRecorder) -> None:
+    def __init__(self, recorder: EventRecorder | None) -> None:
         self._recorder = recorder
         self.host_pages: dict[RadixNode, array[int]] = {}
         self.stored: set[RadixNode] = set()
@@ -78,26 +78,30 @@ class TierMembership:
         """Record that the host holds the node in ``pages``."""
         self.host_pages[node] = pages
         self._count(node, Tier.HOST, 1)
-        self._recorder.record_stored(node, TIER_MEDIUM[Tier.HOST])
+        if self._recorder is not None:
+            self._recorder.record_stored(node, TIER_MEDIUM[Tier.HOST])
 
     def remove_from_host(self, node: RadixNode) -> array[int]:
         """Record that the host no longer holds the node; return its host pages."""
         self._count(node, Tier.HOST, -1)
-        self._recorder.record_removed(node, TIER_MEDIUM[Tier.HOST])
+        if self._recorder is not None:
+            self._recorder.record_removed(node, TIER_MEDIUM[Tier.HOST])
         return self.host_pages.pop(node)
 
     def place_in_storage(self, node: RadixNode) -> None:
         """Record that storage holds the node."""
         self.stored.add(node)
         self._count(node, Tier.STORAGE, 1)
-        self._recorder.record_stored(node, TIER_MEDIUM[Tier.STORAGE])
+        if self._recorder is not None:
+            self._recorder.record_stored(node, TIER_MEDIUM[Tier.STORAGE])
 
     def clear_storage_index(self, node: RadixNode) -> None:
         """Count the node as not stored. No effect if it was not."""
         if node in self.stored:
             self.stored.remove(node)
             self._count(node, Tier.STORAGE, -1)
-            self._recorder.record_removed(node, TIER_MEDIUM[Tier.STORAGE])
+            if self._recorder is not None:
+                self._recorder.record_removed(node, TIER_MEDIUM[Tier.STORAGE])
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Handle the split of a node into ``upper`` and ``lower``: both are on the tiers of the node."""
