@@ -2,8 +2,7 @@
 
 The three structs here are the only declaration of the wire's fields: names, types, order and defaults. All other code
 derives positions, names, readers and writers from them at import (``codec``, ``snapshot``). A new field is one line at
-the end of a struct, one in the condition of ``DialectWriter.rows_with_changes``, and a check in
-``dialects._num_stored_fields`` or ``_num_removed_fields``, plus golden vectors.
+the end of a struct and one in the condition of ``DialectWriter.rows_with_changes``, plus golden vectors.
 
 An event is frozen and holds tuples: a publisher can rely on it after ``publish``. The first seven fields of
 ``BlockStored`` have the names and the order of ``sglang.srt.disaggregation.kv_events`` (SGLang 0.5.x), so code written
