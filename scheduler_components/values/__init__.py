@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from scheduler_components.values.control import *
     from scheduler_components.values.decisions import *
     from scheduler_components.values.forward_pass import *
+    from scheduler_components.values.grammar import *
     from scheduler_components.values.kv_events import *
     from scheduler_components.values.load import *
     from scheduler_components.values.outputs import *
     from scheduler_components.values.pools import *
     from scheduler_components.values.receive import *
     from scheduler_components.values.request_span import *
+    from scheduler_components.values.sessions import *
     from scheduler_components.values.stats import *
     from scheduler_components.values.tiers import *
     from scheduler_components.values.waiting import *
@@ -130,6 +132,7 @@ __getattr__ = lazy_exports(
         "scheduler_components.values.forward_pass": (
             "FORWARD_PASS_VERSION ForwardPassMetrics ForwardPassStats QueuedRequestMetrics ScheduledRequestMetrics"
         ),
+        "scheduler_components.values.grammar": "GrammarKey GrammarKind GrammarStats",
         "scheduler_components.values.kv_events": "KvMetrics PublisherStats",
         "scheduler_components.values.load": (
             "AdapterLoad DecodeMoments DisaggregationLoad LoadSections LoadSnapshot LoraLoad MemoryLoad QueueLoad "
@@ -144,13 +147,11 @@ __getattr__ = lazy_exports(
             "ForwardMode InputKind InputMessage ReceiverStats RejectionReason RelayedInput RequestRejection"
         ),
         "scheduler_components.values.request_span": "FinishedRequest RequestSpan SpanStats TraceParent",
+        "scheduler_components.values.sessions": "SessionParams SessionStats",
         "scheduler_components.values.stats": (
             "BatchingStats HistogramSnapshot LatencySnapshot QuiesceStats SchedulerCounters SchedulerStats"
         ),
         "scheduler_components.values.tiers": "CachedTokens TierStats",
-        "scheduler_components.values.waiting": (
-            "AgreedQueueStats DeadlineStats GrammarKey GrammarKind GrammarStats LoraStats RequestTimeouts "
-            "SessionParams SessionStats"
-        ),
+        "scheduler_components.values.waiting": "AgreedQueueStats DeadlineStats LoraStats RequestTimeouts",
     },
 )

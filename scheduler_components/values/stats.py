@@ -6,14 +6,16 @@ import msgspec
 
 from scheduler_components.values.decisions import DecisionStats
 from scheduler_components.values.forward_pass import ForwardPassStats
+from scheduler_components.values.grammar import GrammarStats
 from scheduler_components.values.kv_events import PublisherStats
 from scheduler_components.values.load import LoadSnapshot
 from scheduler_components.values.outputs import OutputStats
 from scheduler_components.values.pools import IntegrityStats, PoolStats
 from scheduler_components.values.receive import ReceiverStats
 from scheduler_components.values.request_span import SpanStats
+from scheduler_components.values.sessions import SessionStats
 from scheduler_components.values.tiers import TierStats
-from scheduler_components.values.waiting import AgreedQueueStats, DeadlineStats, GrammarStats, LoraStats, SessionStats
+from scheduler_components.values.waiting import AgreedQueueStats, DeadlineStats, LoraStats
 
 __all__ = [
     "HistogramSnapshot",
