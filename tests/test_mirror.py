@@ -52,6 +52,7 @@ TOGETHER = {
     "scheduler_refactor/test_measurement.py": "leave_order measure_report source_index source_tree",
     "scheduler_refactor/test_move.py": "apply body_checks code_edits host_tree prepare refusals rename text_edits",
     "scheduler_engine/cli/test_server_options.py": "api_keys",
+    "kv_events/test_endpoints.py": "stream_address",
 }
 """Modules of a folder that are tested as one subject, by the test file of that subject."""
 
@@ -63,6 +64,7 @@ SUBJECTS = {
     "test_deploy.py": "the files of deploy/",
     "test_docs.py": "the documents",
     "test_examples.py": "docs/examples",
+    "test_footprint.py": "what one part loads",
     "test_layers.py": "imports of all modules",
     "test_mirror.py": "this file",
     "test_rank_gating.py": "the publishing components over all ranks of an engine",

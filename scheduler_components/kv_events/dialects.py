@@ -365,6 +365,7 @@ class DialectWriter:
         hashes: list[int] = []
         parents: list[int] = []
         pack_tokens: Any = None
+        row: Any
         last_kind = last_place = valid_size = num_tokens = None  # of the last change, and of the last checked event
         is_array, only_rows = self._is_array, are_validated and not with_changes
         for event in events:

@@ -36,7 +36,7 @@ from scheduler_components.events import (
     signed_block_hash,
     true_runs,
 )
-from scheduler_components.kv_events.codec import ENCODE_ERRORS, batch_rank, decode_event, slice_event
+from scheduler_components.kv_events.codec import ENCODE_ERRORS, batch_rank, slice_event
 from scheduler_components.kv_events.dialects import BlockChange, BlockChanges
 from scheduler_components.kv_events.native_events import summarize_event, validated_native_event
 
@@ -619,6 +619,9 @@ def _events_of(content: bytes) -> list[msgspec.Raw]:
 
 
 def _summarize_unusual_event(raw: bytes) -> _Summary | None:
+    # Imported here, because a publisher does not decode what its own encoder wrote.
+    from scheduler_components.kv_events.decoder import decode_event
+
     try:
         summary = summarize_event(decode_event(raw))
     except DecodeError:
