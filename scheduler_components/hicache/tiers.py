@@ -262,7 +262,7 @@ class TierTree:
         host: HostPages,
         num_host_pages: int,
         record: bool,
-        page_hook: PageHook,
+        page_hook: PageHook | None = None,
     ) -> None:
         self._page_hook = page_hook
         self.host = HostTier(pages=host, num_pages=num_host_pages)
@@ -310,7 +310,8 @@ class TierTree:
 
     def on_computed(self, node: RadixNode) -> None:
         """Record that a request has computed the pages of this node."""
-        self._page_hook.on_computed(bytes(node.digests), node.pages)
+        if self._page_hook is not None:
+            self._page_hook.on_computed(bytes(node.digests), node.pages)
         self._enter_device(node)
 
     def on_evicted(self, node: RadixNode) -> bool:
@@ -388,7 +389,8 @@ class TierTree:
         Raises:
             CacheIntegrityError: the page hook finds other content in the pages.
         """
-        self._page_hook.on_loaded_back(bytes(node.digests), pages)
+        if self._page_hook is not None:
+            self._page_hook.on_loaded_back(bytes(node.digests), pages)
         self.device.attach(node, pages)
         self._enter_device(node)
 
@@ -407,7 +409,8 @@ class TierTree:
         """
         self.loading_back.remove(node)
         if is_ok:
-            self._page_hook.on_loaded_back(bytes(node.digests), node.pages)
+            if self._page_hook is not None:
+                self._page_hook.on_loaded_back(bytes(node.digests), node.pages)
             self.device.mark_joinable(node)
         else:
             self.device.detach(node)

@@ -59,7 +59,6 @@ __all__ = [
     "NullMetricsSink",
     "NullOutputSink",
     "NullPageHolders",
-    "NullPageHook",
     "NullSpanSink",
     "OutputSink",
     "PageBytes",
@@ -98,7 +97,7 @@ __getattr__ = lazy_exports(
         "scheduler_components.ports.outputs": "NullOutputSink OutputSink",
         "scheduler_components.ports.pages": (
             "CopyEvent DeviceMemory HostLayerView HostPages LayerDoneCounter NullCopyEvent NullLayerDoneCounter "
-            "NullPageHook PageBytes PageHook PageMover PageStore ZeroCopyPageStore"
+            "PageBytes PageHook PageMover PageStore ZeroCopyPageStore"
         ),
         "scheduler_components.ports.pools": (
             "AllocationSink IdlePages NullAllocationSink NullIdlePages NullPageHolders PageHolders"

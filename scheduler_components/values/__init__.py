@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from scheduler_components._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from scheduler_components.events import DEFAULT_WEIGHT_VERSION
     from scheduler_components.values.batches import *
     from scheduler_components.values.control import *
     from scheduler_components.values.decisions import *
@@ -118,6 +119,7 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
+        "scheduler_components.events": "DEFAULT_WEIGHT_VERSION",
         "scheduler_components.values.batches": (
             "BatchShape RefusalReason RequestHints RequestState ScheduledBatch ScheduledChunk"
         ),
