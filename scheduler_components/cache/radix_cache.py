@@ -427,7 +427,6 @@ class RadixCache:
         return path
 
     def match_from_path(self, path: list[RadixNode]) -> PrefixMatch:
-        """Return a path on the device as a match."""
         pages = _pages_of(path)
         return PrefixMatch(len(pages) * self.page_size, pages, path[-1] if path else self.tree.root)
 

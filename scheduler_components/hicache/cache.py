@@ -350,7 +350,6 @@ class HiRadixCache:
         return stats
 
     def num_pages_on(self, tier: Tier) -> int:
-        """Return the number of pages on ``tier``."""
         return self._tiers.membership.num_pages[tier]
 
     def __repr__(self) -> str:

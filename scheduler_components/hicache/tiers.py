@@ -62,7 +62,6 @@ class TierMembership:
         self.num_pages = dict.fromkeys(Tier, 0)
 
     def tiers_of(self, node: RadixNode) -> tuple[Tier, ...]:
-        """Return the tiers of a node."""
         on = (Tier.DEVICE, bool(node.pages)), (Tier.HOST, node in self.host_pages), (Tier.STORAGE, node in self.stored)
         return tuple(tier for tier, is_on in on if is_on)
 
@@ -176,7 +175,6 @@ class HostTier:
         return self.num_pages - self.num_pages_used
 
     def release(self, pages: array[int] | tuple[int, ...]) -> None:
-        """Release committed pages."""
         self.pages.release(pages)
         self.num_pages_used -= len(pages)
 
@@ -202,7 +200,6 @@ class HostTier:
 
     @property
     def locked(self) -> Set[RadixNode]:
-        """The locked nodes."""
         return self._locks.keys()
 
     def num_locks(self, node: RadixNode) -> int:
@@ -275,7 +272,6 @@ class TierTree:
 
     @property
     def tree(self) -> RadixTree:
-        """The tree of all tiers."""
         return self.device.tree
 
     # --- LowerTiers: called by the device's cache ---

@@ -191,7 +191,6 @@ def _valid_time(ts: object) -> float:
 
 
 def slice_stored_event(event: BlockStored, first: int, stop: int) -> BlockStored:
-    """Return the stored event of the blocks ``first`` to ``stop - 1`` of ``event``."""
     hashes, size, keys = event.block_hashes, event.block_size, event.extra_keys
     return replace(
         event,

@@ -42,7 +42,6 @@ class ReceiverStats(msgspec.Struct, gc=False):
     requests_held: int = 0
 
     def copy(self) -> ReceiverStats:
-        """Return a copy of the counters."""
         return msgspec.structs.replace(self)
 
 

@@ -51,5 +51,4 @@ class TierStats(msgspec.Struct, gc=False):
     pages_dropped: int = 0
 
     def copy(self) -> TierStats:
-        """Return a copy of the counters."""
         return msgspec.structs.replace(self)
