@@ -17,7 +17,7 @@ from scheduler_components.values import KvMetrics, PublisherStats
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events import KVEventsConfig
-    from scheduler_components.ports import KvEventSink, KvEventSource, KvMetricsSink, LoadSource
+    from scheduler_components.ports import KvEventSink, KvEventSource, LoadSource, ReportSink
     from scheduler_components.values import LoadSnapshot
 
 __all__ = ["SchedulerKvEventsPublisher", "kv_metrics_of_load"]
@@ -59,7 +59,7 @@ class SchedulerKvEventsPublisher:
     source: KvEventSource
     sink: KvEventSink
     load: LoadSource | None = None
-    metrics_sink: KvMetricsSink | None = None
+    metrics_sink: ReportSink[KvMetrics] | None = None
     clock: Callable[[], float] = time.time
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
 
@@ -162,7 +162,7 @@ class SchedulerKvEventsPublisher:
     def emit_kv_metrics(self) -> None:
         """Send this rank's slots and blocks to the serving process, if this rank reports metrics."""
         sink, load = self.metrics_sink, self.load
-        if sink is not None and load is not None and sink.wants_metrics and self.parallel.reports_metrics:
+        if sink is not None and load is not None and sink.wants_reports and self.parallel.reports_metrics:
             with self.failures.guard(_METRICS):
                 sink.send(kv_metrics_of_load(load.get_loads()))
 

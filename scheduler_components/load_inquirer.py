@@ -14,11 +14,9 @@ from scheduler_components.parallel_state import ParallelState
 from scheduler_components.values import LoadSections, LoadSnapshot
 
 if TYPE_CHECKING:
-    from scheduler_components.ports import LoadSectionsSource, PoolSource, QueuedRequest, QueueSource, RateSource
+    from scheduler_components.ports import PoolSource, QueuedRequest, QueueSource, RateSource
 
 __all__ = ["LoadInquirer"]
-
-_NO_SECTIONS = LoadSections()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +31,8 @@ class LoadInquirer:
         queues: running and waiting requests.
         pool: the KV token pool.
         rates: throughput and hit rate over the recent window; None reports 0.
-        sections: disaggregation, LoRA, speculative decoding, memory and special queues, where the engine has them.
+        sections: returns disaggregation, LoRA, speculative decoding, memory and special queues, where the engine has
+            them.
         work: requests received and work done since the start.
         clock: wall-clock seconds since the epoch.
     """
@@ -42,7 +41,7 @@ class LoadInquirer:
     queues: QueueSource
     pool: PoolSource
     rates: RateSource | None = None
-    sections: LoadSectionsSource | None = None
+    sections: Callable[[], LoadSections] = LoadSections
     work: WorkCounters = field(default_factory=WorkCounters)
     clock: Callable[[], float] = time.time
     _sequence: int = field(default=0, init=False, repr=False)
@@ -71,7 +70,7 @@ class LoadInquirer:
         chunked_tokens = queues.num_chunked_tokens_left
         pending_tokens += chunked_tokens
         uncached_tokens += chunked_tokens
-        sections = _NO_SECTIONS if self.sections is None else self.sections.load_sections()
+        sections = self.sections()
         disaggregation = sections.disaggregation
         if disaggregation is not None:
             num_waiting += disaggregation.waiting_reqs

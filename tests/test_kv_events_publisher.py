@@ -193,7 +193,7 @@ def test_the_load_is_not_read_for_a_sink_that_wants_no_kv_metrics() -> None:
             raise AssertionError("the sink wants no metrics")
 
     metrics_sink = ListSink()
-    metrics_sink.wants_metrics = False
+    metrics_sink.wants_reports = False
     publisher = SchedulerKvEventsPublisher(
         parallel=ParallelState(),
         source=ScriptedEventSource(),

@@ -221,6 +221,15 @@ class Endpoint:
             )
         return binds
 
+    def check_leaves_process(self, *, field: str) -> None:
+        """Check that other processes can reach the address.
+
+        Raises:
+            ConfigError: it is an inproc address.
+        """
+        if self.transport == "inproc":
+            raise ConfigError(field, str(self), "does not leave the process", "give a tcp or ipc address")
+
     @property
     def binds(self) -> bool:
         """True if a PUB socket binds by default: wildcards, ipc and inproc."""

@@ -33,7 +33,6 @@ __all__ = [
     "CopyEvent",
     "DecisionSink",
     "DeviceMemory",
-    "ForwardPassSink",
     "GrammarBackend",
     "GrammarMatcher",
     "HeldBlocksSource",
@@ -42,23 +41,20 @@ __all__ = [
     "IdlePages",
     "KvEventSink",
     "KvEventSource",
-    "KvMetricsSink",
     "LayerDoneCounter",
-    "LoadSectionsSource",
-    "LoadSink",
     "LoadSource",
     "MetricsSink",
     "NullAllocationSink",
     "NullComputeGate",
     "NullCopyEvent",
     "NullDecisionLog",
-    "NullForwardPassSink",
     "NullHeldBlocksSource",
     "NullIdlePages",
     "NullLayerDoneCounter",
     "NullMetricsSink",
     "NullOutputSink",
     "NullPageHolders",
+    "NullReportSink",
     "NullSpanSink",
     "OutputSink",
     "PageBytes",
@@ -72,6 +68,7 @@ __all__ = [
     "QueueSource",
     "QueuedRequest",
     "RateSource",
+    "ReportSink",
     "SchedulableRequest",
     "SchedulingPolicy",
     "SpanSink",
@@ -85,14 +82,10 @@ __getattr__ = lazy_exports(
         "scheduler_components.ports.control": "ComputeGate NullComputeGate",
         "scheduler_components.ports.decisions": "DecisionSink NullDecisionLog",
         "scheduler_components.ports.grammar": "CompiledGrammar GrammarBackend GrammarMatcher",
-        "scheduler_components.ports.kv_events": (
-            "HeldBlocksSource KvEventSink KvEventSource KvMetricsSink NullHeldBlocksSource"
-        ),
-        "scheduler_components.ports.load": (
-            "LoadSectionsSource LoadSink LoadSource PoolSource QueueSource QueuedRequest RateSource"
-        ),
+        "scheduler_components.ports.kv_events": ("HeldBlocksSource KvEventSink KvEventSource NullHeldBlocksSource"),
+        "scheduler_components.ports.load": ("LoadSource PoolSource QueueSource QueuedRequest RateSource"),
         "scheduler_components.ports.metrics": (
-            "ForwardPassSink MetricsSink NullForwardPassSink NullMetricsSink NullSpanSink SpanSink"
+            "MetricsSink NullMetricsSink NullReportSink NullSpanSink ReportSink SpanSink"
         ),
         "scheduler_components.ports.outputs": "NullOutputSink OutputSink",
         "scheduler_components.ports.pages": (

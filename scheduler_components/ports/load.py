@@ -1,15 +1,13 @@
-"""Load: the queues, pool and rates that `LoadInquirer` reads, and the sinks that take its snapshots."""
+"""Load: the queues, pool and rates that `LoadInquirer` reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from typing import Protocol
 
-from scheduler_components.values import LoadSections, LoadSnapshot
+from scheduler_components.values import LoadSnapshot
 
 __all__ = [
-    "LoadSectionsSource",
-    "LoadSink",
     "LoadSource",
     "PoolSource",
     "QueueSource",
@@ -89,14 +87,6 @@ class RateSource(Protocol):
         ...
 
 
-class LoadSectionsSource(Protocol):
-    """An engine with special queues, LoRA slots, drafts or disaggregation. Read by `LoadInquirer`."""
-
-    def load_sections(self) -> LoadSections:
-        """Return the optional sections of a load snapshot; None for those that this engine does not have."""
-        ...
-
-
 class LoadSource(Protocol):
     """The load of this replica: `LoadInquirer`.
 
@@ -105,24 +95,4 @@ class LoadSource(Protocol):
 
     def get_loads(self) -> LoadSnapshot:
         """Return the current load."""
-        ...
-
-
-class LoadSink(Protocol):
-    """Where load snapshots go. Called by `LoadPublisher`.
-
-    `ZmqLoadSink` sends them to dispatchers on the network, `ShmLoadSink` to processes of this machine.
-    """
-
-    @property
-    def wants_load(self) -> bool:
-        """False without a receiver. `LoadPublisher` then does not read the load."""
-        ...
-
-    def send(self, load: LoadSnapshot) -> None:
-        """Send one snapshot, which replaces all earlier ones. Never block. `LoadPublisher` counts an exception."""
-        ...
-
-    def close(self) -> None:
-        """Release sockets and memory. Safe to call twice."""
         ...

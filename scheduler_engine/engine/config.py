@@ -186,7 +186,7 @@ class SchedulerConfig:
         preemption_policy: which running request gives up its pages (``make_preemption_policy``).
         batch_mode: ``mixed`` or ``prefill_first`` (``BatchLimits``).
         tokens: vocabulary, context and end-of-sequence tokens of the model.
-        kv_metrics_every_steps: steps between two ``KvMetrics``, for a scheduler with a ``KvMetricsSink``.
+        kv_metrics_every_steps: steps between two ``KvMetrics``, for a scheduler with a ``ReportSink`` for them.
         queue_timeout_s, timeout_s: limits until a request is admitted and until its end, if its client sets none; None
             for no limit.
         recv_interval: weight of steps between two receives of input (``RecvSkipper``); 1 receives before every step.
