@@ -30,10 +30,9 @@ from scheduler_components.load.load_stat import (
     encode_load_stat,
     to_load_stat,
 )
+from scheduler_components.metrics import ZmqReportReader, ZmqReportSink
 from scheduler_components.metrics.zmq_reports import (
     ReportWire,
-    ZmqReportReader,
-    ZmqReportSink,
     open_report_publisher,
     open_report_reader,
     parse_report_endpoints,
