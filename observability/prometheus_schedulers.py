@@ -26,6 +26,8 @@ from observability.catalog import (
     InfoMetric,
     Metric,
     StateMetric,
+    read_histogram,
+    read_number,
 )
 from observability.prometheus_collector import CatalogCollector, new_family
 from scheduler_components import ConfigError
@@ -85,7 +87,7 @@ class _SchedulerCollector(CatalogCollector):
         reports = [({**self._model_label, **dict(stats.labels)}, stats) for stats in self._newest()]
         now = self._clock()
         for metric in SCHEDULER_METRICS:
-            yield from self._families(metric, [(labels, metric.read(stats)) for labels, stats in reports])
+            yield from self._families(metric, [(labels, read_number(metric, stats)) for labels, stats in reports])
         for metric in SCHEDULER_HISTOGRAMS:
             yield from self._histogram_families(metric, reports)
         ages = [(labels, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
@@ -125,7 +127,7 @@ class _SchedulerCollector(CatalogCollector):
                 yield family
 
     def _histogram_families(self, metric: Metric, reports: _Reports) -> Iterator[MetricFamily]:
-        read = [(labels, metric.read_histogram(stats)) for labels, stats in reports]
+        read = [(labels, read_histogram(metric, stats)) for labels, stats in reports]
         found = [(labels, histogram) for labels, histogram in read if histogram is not None]
         for name in self._names[metric.name] if found else ():
             family = new_family(metric, name)

@@ -33,6 +33,7 @@ DECLARATIONS = {
     "scheduler_engine/frontend/errors.py": "errors",
     "scheduler_engine/text/text_tokenizer.py": "a port",
     "scheduler_components/values/batches.py": "values",
+    "scheduler_components/values/metric.py": "a description, and a value",
     "scheduler_components/values/decisions.py": "values",
     "scheduler_components/values/forward_pass.py": "values",
     "scheduler_components/values/kv_events.py": "values",

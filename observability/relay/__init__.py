@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from observability.relay.status import RelayStatus, parse_relay_config
     from observability.relay.stream import RelaySinkFactory
     from observability.relay.tee_sink import TeeSinkFactory
-    from observability.relay.zmq_relay import RelayConfig, RelayedStreamStats, ZmqRelay, open_relay
+    from observability.relay.zmq_relay import RelayConfig, ZmqRelay, open_relay
     from observability.relay.zmq_sinks import ZmqSinkFactory
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "TeeSinkFactory",
     # its status
     "RelayStatus",
-    "RelayedStreamStats",
 ]
 
 __getattr__ = lazy_exports(
@@ -41,7 +40,7 @@ __getattr__ = lazy_exports(
         "observability.relay.source": "RelaySource",
         "observability.relay.status": "RelayStatus parse_relay_config",
         "observability.relay.stream": "RelaySinkFactory",
-        "observability.relay.zmq_relay": "RelayConfig RelayedStreamStats ZmqRelay open_relay",
+        "observability.relay.zmq_relay": "RelayConfig ZmqRelay open_relay",
         "observability.relay.zmq_sinks": "ZmqSinkFactory",
     },
 )

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from observability.kv_stream import StreamState
+from observability.kv_stream import RelayedStreamStats, StreamState
 from observability.relay.stream import RelaySinkFactory
-from observability.relay.zmq_relay import RelayedStreamStats, SourceStats, ZmqRelay
+from observability.relay.zmq_relay import SourceStats, ZmqRelay
 from scheduler_components import ConfigError, __version__
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.values import LoadSnapshot

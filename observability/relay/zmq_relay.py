@@ -19,6 +19,7 @@ import msgspec
 from observability.kv_stream import (
     CountingView,
     FollowPolicy,
+    RelayedStreamStats,
     StreamState,
     StreamStats,
     Subscriber,
@@ -30,9 +31,8 @@ from observability.relay.source import RelaySource
 from observability.relay.stream import RelayedStream, RelaySinkFactory, SourceListener
 from scheduler_components import ComponentError
 from scheduler_components.kv_events import BatchDecoder, CurveClientKeys, StreamAddress
-from scheduler_components.values import PublisherStats
 
-__all__ = ["RelayConfig", "RelayedStreamStats", "SourceStats", "ZmqRelay", "open_relay"]
+__all__ = ["RelayConfig", "SourceStats", "ZmqRelay", "open_relay"]
 
 _SEARCH_TIMEOUT_S = 5.0
 _SEARCH_INTERVAL_S = 2.0
@@ -66,26 +66,6 @@ class SourceStats(msgspec.Struct, frozen=True):
     source: str
     problem: str
     streams: Mapping[int, StreamStats]
-
-
-class RelayedStreamStats(msgspec.Struct, frozen=True):
-    """State of one published stream.
-
-    Attributes:
-        rank: of the stream.
-        state: that of its least trusted source.
-        is_whole: every source is live.
-        num_sources: its sources, including those that do not answer.
-        block_size: tokens per block of the last stored event, None before the first.
-        publisher: the counters of its sink.
-    """
-
-    rank: int
-    state: StreamState
-    is_whole: bool
-    num_sources: int
-    block_size: int | None
-    publisher: PublisherStats
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -345,7 +346,7 @@ class HiRadixCache:
 
     def stats(self) -> TierStats:
         """Return a copy of the counters."""
-        stats = self._transfers.stats.copy()
+        stats = copy(self._transfers.stats)
         stats.pages_dropped = self._tiers.num_dropped_pages
         return stats
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scheduler_components.values.grammar import *
     from scheduler_components.values.kv_events import *
     from scheduler_components.values.load import *
+    from scheduler_components.values.metric import HistogramSnapshot
     from scheduler_components.values.outputs import *
     from scheduler_components.values.pools import *
     from scheduler_components.values.receive import *
@@ -129,31 +130,33 @@ __getattr__ = lazy_exports(
             "ReleaseMemory ResumeMemory RollBackWeights control_request_name"
         ),
         "scheduler_components.values.decisions": (
-            "Decision DecisionDump DecisionKind DecisionStats DecisionValue DivergencePolicy DivergenceReport"
+            "Decision DecisionDump DecisionKind DecisionValue DivergencePolicy DivergenceReport"
         ),
         "scheduler_components.values.forward_pass": (
-            "FORWARD_PASS_VERSION ForwardPassMetrics ForwardPassStats QueuedRequestMetrics ScheduledRequestMetrics"
+            "FORWARD_PASS_VERSION ForwardPassMetrics QueuedRequestMetrics ScheduledRequestMetrics"
         ),
-        "scheduler_components.values.grammar": "GrammarKey GrammarKind GrammarStats",
+        "scheduler_components.values.grammar": "GrammarKey GrammarKind",
         "scheduler_components.values.kv_events": "KvMetrics PublisherStats",
         "scheduler_components.values.load": (
             "AdapterLoad DecodeMoments DisaggregationLoad LoadSections LoadSnapshot LoraLoad MemoryLoad QueueLoad "
             "SpeculativeLoad"
         ),
-        "scheduler_components.values.outputs": "FinishReason OutputBatch OutputDelta OutputStats TokenOutput",
+        "scheduler_components.values.metric": "HistogramSnapshot",
+        "scheduler_components.values.outputs": "FinishReason OutputBatch OutputDelta TokenOutput",
         "scheduler_components.values.pools": (
-            "AllocationAction AllocationRecord HeldCount IntegrityStats KvPoolSnapshot PageHolding PoolCount "
-            "PoolStats StallReport"
+            "AllocationAction AllocationRecord HeldCount KvPoolSnapshot PageHolding PoolCount StallReport"
         ),
         "scheduler_components.values.receive": (
-            "ForwardMode InputKind InputMessage ReceiverStats RejectionReason RelayedInput RequestRejection"
+            "ForwardMode InputKind InputMessage RejectionReason RelayedInput RequestRejection"
         ),
-        "scheduler_components.values.request_span": "FinishedRequest RequestSpan SpanStats TraceParent",
-        "scheduler_components.values.sessions": "SessionParams SessionStats",
+        "scheduler_components.values.request_span": "FinishedRequest RequestSpan TraceParent",
+        "scheduler_components.values.sessions": "SessionParams",
         "scheduler_components.values.stats": (
-            "BatchingStats HistogramSnapshot LatencySnapshot QuiesceStats SchedulerCounters SchedulerStats"
+            "AgreedQueueStats BatchingStats DeadlineStats DecisionStats ForwardPassStats GrammarStats IntegrityStats "
+            "LatencySnapshot LoraStats OutputStats PoolStats QuiesceStats ReceiverStats SchedulerCounters "
+            "SchedulerStats SessionStats SpanStats TierStats"
         ),
-        "scheduler_components.values.tiers": "CachedTokens TierStats",
-        "scheduler_components.values.waiting": "AgreedQueueStats DeadlineStats LoraStats RequestTimeouts",
+        "scheduler_components.values.tiers": "CachedTokens",
+        "scheduler_components.values.waiting": "RequestTimeouts",
     },
 )

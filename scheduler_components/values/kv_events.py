@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+from scheduler_components.values.metric import counter, gauge
 
 __all__ = ["KvMetrics", "PublisherStats"]
 
@@ -24,54 +28,52 @@ class KvMetrics(msgspec.Struct, frozen=True, gc=False):
     data_parallel_rank: int = 0
 
 
+# fmt: off
 class PublisherStats(msgspec.Struct, frozen=True, gc=False):
     """Counters of one event publisher since it was opened.
 
-    Attributes:
-        batches_sent, events_sent, bytes_sent: passed to the PUB socket.
-        events_refused: events that readers could not decode. The publisher leaves them out of their batch.
-        batches_collapsed: batches merged with others because the queue of pending batches was full.
-        batches_dropped: batches accepted by `publish()` and not sent before the deadline of `close()`.
-        replays_served, batches_replayed: complete replay answers, and batches in them.
-        replays_refused: replay requests that were malformed or over the client limit.
-        replays_truncated: incomplete replay answers: the client was too slow, or the publisher closed.
-        replays_open: answers in progress.
-        batches_buffered, bytes_buffered: current content of the replay buffer.
-        blocks_in_base: blocks in the snapshot: those of batches that left the replay buffer and were not removed since.
-        bytes_in_base: size of the payloads with these blocks. A payload is rewritten when more than half of its blocks
-            are removed. The snapshot takes another 100 bytes per block.
-        batches_pending: batches accepted and not sent yet.
-        lag_s: upper bound of the age of the oldest pending batch: the time since the publisher last emptied its
-            queue; 0 without pending batches.
-        last_sequence: sequence number of the last batch sent; -1 before the first.
-        subscribers_seen: connections of live subscribers so far; tcp and ipc only.
-        peers_refused: rejected connections, live and replay: missing or wrong keys, or not a ZeroMQ peer.
-        open_bind_without_auth: 1 if the stream listens beyond loopback without authentication.
-        replays_waiting: replay requests that wait for the end of an open answer.
-        send_stalls: times that batches waited while the sockets stayed in use: a call was stuck for a second, or a
-            signal handler's exception interrupted one. After the latter, sending goes on.
+    ``lag_s`` is an upper bound of the age of the oldest pending batch: the time since the publisher last emptied its
+    queue. ``subscribers_seen`` counts tcp and ipc only. A payload in the snapshot (``bytes_in_base``) is rewritten when
+    more than half of its blocks are removed; the snapshot takes another 100 bytes per block. Sending goes on after a
+    stall that a signal handler's exception caused.
     """
 
-    batches_sent: int = 0
-    events_sent: int = 0
-    bytes_sent: int = 0
-    events_refused: int = 0
-    batches_collapsed: int = 0
-    batches_dropped: int = 0
-    replays_served: int = 0
-    batches_replayed: int = 0
-    replays_refused: int = 0
-    replays_truncated: int = 0
-    replays_open: int = 0
-    batches_buffered: int = 0
-    bytes_buffered: int = 0
-    blocks_in_base: int = 0
-    bytes_in_base: int = 0
-    batches_pending: int = 0
-    lag_s: float = 0.0
-    last_sequence: int = -1
-    subscribers_seen: int = 0
-    peers_refused: int = 0
-    open_bind_without_auth: int = 0
-    replays_waiting: int = 0
-    send_stalls: int = 0
+    batches_sent: Annotated[int, counter("kv_events_batches_sent_total", "batches", "KV-event batches sent.")] = 0
+    events_sent: Annotated[int, counter("kv_events_sent_total", "events", "KV events sent.")] = 0
+    bytes_sent: Annotated[int, counter("kv_events_bytes_sent_total", "bytes", "Bytes of KV-event batches sent.")] = 0
+    events_refused: Annotated[int, counter("kv_events_refused_total", "events",
+        "Invalid KV events, left out of their batch.")] = 0
+    batches_dropped: Annotated[int, counter("kv_events_batches_dropped_total", "batches",
+        "KV-event batches accepted and not sent: overflow, shutdown or a failing publisher.")] = 0
+    batches_collapsed: Annotated[int, counter("kv_events_batches_collapsed_total", "batches",
+        "KV-event batches merged into one because too many were pending; no state is lost.")] = 0
+    send_stalls: Annotated[int, counter("kv_events_send_stalls_total", "stalls",
+        "Times that batches waited because a call was stuck for a second, or interrupted by an exception.")] = 0
+    replays_served: Annotated[int, counter("kv_events_replays_served_total", "replays",
+        "Replay answers sent completely.")] = 0
+    batches_replayed: Annotated[int, counter("kv_events_batches_replayed_total", "batches",
+        "Batches sent in replay answers.")] = 0
+    replays_refused: Annotated[int, counter("kv_events_replays_refused_total", "replays",
+        "Replay requests refused.")] = 0
+    replays_truncated: Annotated[int, counter("kv_events_replays_truncated_total", "replays",
+        "Replay answers sent partially: the client left or was too slow, or the publisher closed.")] = 0
+    subscribers_seen: Annotated[int, counter("kv_events_subscribers_seen_total", "connections",
+        "Connections of subscribers to the live stream.")] = 0
+    peers_refused: Annotated[int, counter("kv_events_peers_refused_total", "connections",
+        "Connections refused: no or wrong keys, or no ZeroMQ peer.")] = 0
+    replays_open: Annotated[int, gauge("kv_events_replays_open", "replays", "Replay answers being sent.")] = 0
+    replays_waiting: Annotated[int, gauge("kv_events_replays_waiting", "replays",
+        "Replay requests that wait for a free slot.")] = 0
+    batches_buffered: Annotated[int, gauge("kv_events_batches_buffered", "batches", "Batches kept for replay.")] = 0
+    bytes_buffered: Annotated[int, gauge("kv_events_bytes_buffered", "bytes", "Bytes kept for replay.")] = 0
+    batches_pending: Annotated[int, gauge("kv_events_batches_pending", "batches",
+        "Batches accepted and not yet sent.")] = 0
+    blocks_in_base: Annotated[int, gauge("kv_events_blocks_in_base", "blocks",
+        "Blocks of the snapshot: stored by batches before the replay buffer and not removed since.")] = 0
+    bytes_in_base: Annotated[int, gauge("kv_events_bytes_in_base", "bytes",
+        "Bytes of the payloads that the snapshot keeps.")] = 0
+    lag_s: Annotated[float, gauge("kv_events_lag_seconds", "seconds", "Age of the oldest batch not yet sent.")] = 0.0
+    last_sequence: Annotated[int, gauge("kv_events_last_sequence", "sequence",
+        "Number of the last batch sent, or -1.")] = -1
+    open_bind_without_auth: Annotated[int, gauge("kv_events_open_bind_without_auth", "flag",
+        "1 when the stream listens beyond loopback without authentication.")] = 0

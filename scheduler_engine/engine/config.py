@@ -17,7 +17,6 @@ from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.input_blocker import InputLimits
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.kv_events import KVEventsConfig
-from scheduler_components.load.zmq_load import check_load_endpoint
 from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
 from scheduler_components.metrics.request_tracer import check_otlp_endpoint
 from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchLimits, BatchMode
@@ -423,7 +422,7 @@ class EngineConfig:
         self.telemetry.check_ranks(self.dp_size)
         load = None if self.kv_events is None else self.kv_events.port_plan(self.dp_size).load
         if load is not None:
-            check_load_endpoint(load)
+            load.check_leaves_process(field="load_endpoint")
         if self.model is not None:
             self._check_model_ranks(self.model)
         if self.model is not None and self.scheduler.lora is not None and self.attn_tp_size > 1:

@@ -18,11 +18,10 @@ from observability.catalog import LOG_METRICS
 from observability.jetstream import (
     JetStreamConfig,
     LogAddress,
-    LogStats,
     open_jetstream_subscriber,
     open_jetstream_writer,
 )
-from observability.kv_stream import StreamState, open_subscriber, static_address
+from observability.kv_stream import LogStats, StreamState, open_subscriber, static_address
 from observability.relay import (
     RelayConfig,
     RelaySource,
