@@ -28,7 +28,8 @@ from observability.kv_stream import (
 )
 from observability.relay.passthrough import PassthroughDecoder
 from observability.relay.source import RelaySource
-from observability.relay.stream import RelayedStream, RelaySinkFactory, SourceListener
+from observability.relay.stream import RelayedStream, SourceListener
+from observability.relay.zmq_sinks import RelaySinks
 from scheduler_components import ComponentError
 from scheduler_components.kv_events import BatchDecoder, CurveClientKeys, StreamAddress
 
@@ -100,7 +101,7 @@ class ZmqRelay:
     """
 
     config: RelayConfig
-    sinks: RelaySinkFactory
+    sinks: RelaySinks
     report: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     streams: dict[int, RelayedStream] = field(default_factory=dict)
@@ -126,7 +127,8 @@ class ZmqRelay:
                 if followed.subscriber is not None:
                     followed.subscriber.close()
             for stream in self.streams.values():
-                stream.sink.shutdown()
+                for sink in stream.sinks:
+                    sink.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- following ---
@@ -209,7 +211,7 @@ class ZmqRelay:
             listener=SourceListener(key, self.streams),
             keys=self.config.keys,
             view=CountingView(),
-            new_decoder=PassthroughDecoder if self.sinks.dialect == "native" else BatchDecoder,
+            new_decoder=PassthroughDecoder if self.sinks.settings.dialect == "native" else BatchDecoder,
         )
         self._set_problem(followed, "")
 
@@ -259,7 +261,7 @@ class ZmqRelay:
                     is_whole=stream.merger.upstream is None,
                     num_sources=stream.merger.num_sources,
                     block_size=stream.block_size,
-                    publisher=stream.sink.stats(),
+                    publisher=stream.sinks[0].stats(),
                 )
                 for rank, stream in sorted(self.streams.items())
             ]
@@ -274,7 +276,7 @@ class ZmqRelay:
         yield from ((stats.rank, stats) for stats in self.stream_stats())
 
 
-def open_relay(config: RelayConfig, *, sinks: RelaySinkFactory, report: Callable[[str], None]) -> ZmqRelay:
+def open_relay(config: RelayConfig, *, sinks: RelaySinks, report: Callable[[str], None]) -> ZmqRelay:
     """Follow every source that answers, and publish. Use the relay in a ``with`` block, or close it.
 
     The relay reports a source that does not answer, and searches for it again every few seconds.

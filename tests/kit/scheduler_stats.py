@@ -46,7 +46,9 @@ def make_full_stats(dp_rank: int = 0, **load: Any) -> SchedulerStats:
         name: get_args(hint)[0] for name, hint in get_type_hints(SchedulerStats).items() if isinstance(hint, UnionType)
     }
     others = {
-        name: kind(**{field.name: 0 for field in msgspec.structs.fields(kind) if field.required})
+        name: kind(
+            **{field.name: 0 for field in msgspec.structs.fields(kind) if field.required or field.default is None}
+        )
         for name, kind in absent.items()
         if kind is not LatencySnapshot
     }

@@ -130,7 +130,7 @@ class Relay:
 
     def __init__(self, num_sources: int = 1) -> None:
         self.out = KeptStream()
-        self.stream = RelayedStream(0, self.out, wall_clock=lambda: 9.0)
+        self.stream = RelayedStream(0, (self.out,), wall_clock=lambda: 9.0)
         self.sources = [self._follow(key) for key in range(num_sources)]
 
     def _follow(self, key: int) -> BatchApplier:
