@@ -29,25 +29,70 @@ from observability.catalog import (
     read_histogram,
     read_number,
 )
-from observability.prometheus_collector import CatalogCollector, new_family
 from scheduler_components import ConfigError
 from scheduler_components._internal.extras import naming_extras
 from scheduler_components.values import HistogramSnapshot, SchedulerStats
 
 with naming_extras:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import GaugeMetricFamily
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.metrics_core import Metric as MetricFamily
+    from prometheus_client.registry import Collector
     from prometheus_client.samples import Sample
 
 if TYPE_CHECKING:
     from scheduler_components.metrics.shm_board import ShmBoard
 
-__all__ = ["MetricsBoardCollector", "PrometheusSink"]
+__all__ = ["CatalogCollector", "MetricsBoardCollector", "PrometheusSink", "new_family"]
 
 _PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
 _Labels: TypeAlias = dict[str, str]
 _Reports: TypeAlias = list[tuple[_Labels, SchedulerStats]]
+
+
+def new_family(metric: Metric, name: str) -> MetricFamily:
+    """Return the family of ``metric`` under ``name``, without samples."""
+    if metric.kind == "histogram":
+        return HistogramMetricFamily(name, metric.help)
+    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    return make(name, metric.help)
+
+
+class CatalogCollector(Collector):
+    """A collector that registers itself. A registry calls ``collect`` on the scraping thread.
+
+    A subclass calls ``__init__`` last, because the registry calls ``describe`` from it.
+
+    Args:
+        registry: exports the metrics.
+        prefix: beginning of the metric names, for the error.
+
+    Raises:
+        ConfigError: the registry already has metrics of these names.
+    """
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        self._registry = registry
+        try:
+            registry.register(self)
+        except ValueError as error:
+            hint = "give each collector its own prefix or registry"
+            raise ConfigError("prefix", prefix, "is taken in this registry", hint) from error
+
+    @abstractmethod
+    def describe(self) -> Iterator[MetricFamily]:
+        """Yield the families without samples, so that the registry can refuse a second collector of these names."""
+
+    @abstractmethod
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield the families with their samples."""
+
+    def close(self) -> None:
+        """Unregister the collector. Safe to call twice."""
+        try:
+            self._registry.unregister(self)
+        except KeyError:
+            return
 
 
 class _SchedulerCollector(CatalogCollector):

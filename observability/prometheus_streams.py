@@ -22,7 +22,7 @@ from observability.catalog import (
     read_number,
 )
 from observability.kv_stream import LogStats, RelayedStreamStats, StreamState, StreamStats
-from observability.prometheus_collector import CatalogCollector, new_family
+from observability.prometheus_schedulers import CatalogCollector, new_family
 from scheduler_components._internal.extras import naming_extras
 from scheduler_components.ports import StatsSource
 

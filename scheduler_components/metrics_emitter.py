@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -71,7 +70,7 @@ class MetricsEmitter:
     parallel: ParallelState
     load: LoadSource
     sink: MetricsSink
-    sources: Mapping[str, StatsSource[object]] = field(default_factory=dict)
+    sources: dict[str, StatsSource[object]] = field(default_factory=dict)
     counters_interval_steps: int = 32
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _labels: tuple[tuple[str, str], ...] = field(init=False, repr=False)

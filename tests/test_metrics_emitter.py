@@ -34,7 +34,7 @@ class Publisher:
 
 def test_a_report_combines_load_and_the_parts_of_all_sources() -> None:
     sink, parallel = ListSink[SchedulerStats](), ParallelState(dp_rank=1, dp_size=2)
-    sources = {"counters": Requests(), "publisher": Publisher()}
+    sources: dict[str, StatsSource[object]] = {"counters": Requests(), "publisher": Publisher()}
     emitter = MetricsEmitter(parallel=parallel, load=Load(), sink=sink, sources=sources)
     emitter.emit()
     assert sink.sent == [
