@@ -53,16 +53,6 @@ def test_every_metric_of_the_catalogue_is_exposed_and_the_text_can_be_parsed() -
             assert [sample.name for sample in family.samples] == ["sglang:" + metric.name]
 
 
-def test_the_newest_report_of_each_rank_is_kept() -> None:
-    registry = CollectorRegistry()
-    sink = PrometheusSink(registry)
-    for running in range(5):
-        sink.record(make_stats(0, num_running_reqs=running))
-        sink.record(make_stats(1, num_running_reqs=10 * running))
-    assert read(registry, "sglang:num_running_reqs", dp_rank="0") == 4
-    assert read(registry, "sglang:num_running_reqs", dp_rank="1") == 40
-
-
 def test_counters_are_counters() -> None:
     registry = CollectorRegistry()
     stats = SchedulerStats(

@@ -171,18 +171,6 @@ class Board:
         return dict(enumerate(self.reports))
 
 
-def test_a_rank_that_stopped_reporting_shows_as_a_growing_age() -> None:
-    registry, now = CollectorRegistry(), [100.0]
-    labels = ParallelState().metric_labels
-    board = Board(SchedulerStats(labels, LoadSnapshot(timestamp=99.0, num_running_reqs=7)))
-    MetricsBoardCollector(registry, board=board, clock=lambda: now[0])
-    scrape = Scrape(registry)
-    assert scrape.value("load_age_seconds", dict(labels)) == 1.0
-    now[0] = 500.0
-    assert scrape.value("load_age_seconds", dict(labels)) == 401.0
-    assert scrape.value("num_running_reqs", dict(labels)) == 7
-
-
 def test_two_pages_of_one_rank_do_not_spoil_the_scrape() -> None:
     registry, labels = CollectorRegistry(), ParallelState().metric_labels
     twice = [SchedulerStats(labels, LoadSnapshot(num_running_reqs=number)) for number in (1, 2)]
