@@ -212,7 +212,7 @@ class _StatusRoutes:
     source: StatusSource
     registry: CollectorRegistry
     clock: Callable[[], float]
-    readiness: Callable[[], str | None]
+    not_ready: Callable[[], str | None]
     created_s: int
 
     async def page(self, request: Request) -> Response:
@@ -231,7 +231,7 @@ class _StatusRoutes:
         return _answer_unless(self.source.health_problem(), "ok", "unhealthy")
 
     async def ready(self, _: Request) -> Response:
-        return _answer_unless(self.readiness(), "ready", "not ready")
+        return _answer_unless(self.not_ready(), "ready", "not ready")
 
     async def server_info(self, _: Request) -> Response:
         return JSONResponse(dict(self.source.server_info()))
