@@ -65,7 +65,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: t
 
 def _one_snapshot() -> LoadSnapshot:
     """Make one struct of as many values, to measure the cost of the snapshot alone."""
-    return LoadSnapshot(1, 1.0, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.5, 0.5, 0.5, None, None, None, None, None)
+    return LoadSnapshot(3, 4, 0.5, 0.5, 0.5, 0.5, 5, 6, 7, 8, 9, 10, 2, 1, 0, 0, 1.0, 0, None, None, None, None, None)
 
 
 def _upkeep(scale: Scale) -> Measurement:

@@ -105,9 +105,7 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         """
         if not self.reachable:
             return 3
-        if any(
-            each.rule in _POOL_RULES and each.status == "broken" for report in self.streams for each in report.rules
-        ):
+        if self._differs_from_pool:
             return 4
         return 0 if self.conforms else 1
 

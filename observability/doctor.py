@@ -330,7 +330,7 @@ def _check_load_gauges(
         deadline_s = clock() + wait.timeout_s
         while not gauges.keys() <= reader.view.samples.keys() and (left_s := deadline_s - clock()) > 0:
             reader.read(left_s)
-        samples, num_bad = reader.view.samples, reader.bad
+        samples, num_bad = reader.view.samples, reader.reports.bad
     for rank, endpoint in gauges.items():
         yield _check_sample(f"rank {rank}: load gauge {endpoint}", samples.get(rank), wait.timeout_s)
     if num_bad:

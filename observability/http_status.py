@@ -12,6 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -87,26 +88,6 @@ def _select_ranks(loads: Sequence[LoadSnapshot], dp_rank: str | None) -> list[Lo
         known = ", ".join(str(load.dp_rank) for load in ordered) or "none so far"
         raise ConfigError("dp_rank", dp_rank, "has not reported", f"ranks that have: {known}")
     return selected
-
-
-def _build_load_report(
-    loads: Sequence[LoadSnapshot], include: frozenset[str], *, now: float, version: str
-) -> dict[str, Any]:
-    """Return the body for ``loads``, one per DP rank, as JSON values.
-
-    Args:
-        loads: newest snapshot of each rank.
-        include: from ``_parse_include``.
-        now: wall-clock seconds since the epoch.
-        version: version of the engine.
-    """
-    return {
-        "timestamp": datetime.fromtimestamp(now, UTC).isoformat(),
-        "version": version,
-        "dp_rank_count": len(loads),
-        "loads": [_one_load(load, include, now) for load in loads],
-        "aggregate": _aggregate(loads),
-    }
 
 
 def _one_load(load: LoadSnapshot, include: frozenset[str], now: float) -> dict[str, Any]:
@@ -209,49 +190,61 @@ def status_routes(
         clock: wall-clock seconds since the epoch.
         readiness: returns why the engine takes no requests now, or None; by default an engine that is alive takes them.
     """
-    created_s = int(clock())
-    not_ready = source.health_problem if readiness is None else readiness
+    routes = _StatusRoutes(source, registry, clock, readiness or source.health_problem, int(clock()))
+    endpoints: dict[str, _Endpoint] = {
+        "/": routes.page,
+        "/health": routes.health,
+        "/ready": routes.ready,
+        "/server_info": routes.server_info,
+        "/get_server_info": routes.server_info,
+        "/model_info": routes.model_info,
+        "/get_model_info": routes.model_info,
+        "/v1/models": routes.models,
+        "/v1/models/{model:path}": routes.model,
+        "/v1/loads": routes.loads,
+        "/metrics": routes.metrics,
+    }
+    return [Route(path, _guarded(endpoint), methods=["GET"]) for path, endpoint in endpoints.items()]
 
-    async def page(request: Request) -> Response:
+
+@dataclass(slots=True)
+class _StatusRoutes:
+    source: StatusSource
+    registry: CollectorRegistry
+    clock: Callable[[], float]
+    not_ready: Callable[[], str | None]
+    created_s: int
+
+    async def page(self, request: Request) -> Response:
         """A page for users: load, streams and links."""
+        source = self.source
         text = render_status_page(
             str(request.base_url),
             problem=source.health_problem(),
             info=source.server_info(),
             loads=source.load_snapshots(),
-            now=clock(),
+            now=self.clock(),
         )
         return HTMLResponse(text, headers={"content-security-policy": PAGE_POLICY, "cache-control": "no-store"})
 
-    async def health(_: Request) -> Response:
-        """Liveness: 503 if a rank has failed or is silent."""
-        problem = source.health_problem()
-        if problem is None:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "unhealthy", "problem": problem}, 503)
+    async def health(self, _: Request) -> Response:
+        return _answer_unless(self.source.health_problem(), "ok", "unhealthy")
 
-    async def ready(_: Request) -> Response:
-        """Readiness: 503 while the engine takes no requests."""
-        problem = not_ready()
-        if problem is None:
-            return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "not ready", "problem": problem}, 503)
+    async def ready(self, _: Request) -> Response:
+        return _answer_unless(self.not_ready(), "ready", "not ready")
 
-    async def server_info(_: Request) -> Response:
-        """Configuration, state and event streams of the engine."""
-        return JSONResponse(dict(source.server_info()))
+    async def server_info(self, _: Request) -> Response:
+        return JSONResponse(dict(self.source.server_info()))
 
-    async def model_info(_: Request) -> Response:
-        """The served model."""
-        return JSONResponse(dict(source.model_info()))
+    async def model_info(self, _: Request) -> Response:
+        return JSONResponse(dict(self.source.model_info()))
 
-    async def models(_: Request) -> Response:
-        """List the served model and its adapters."""
-        return JSONResponse({"object": "list", "data": list(_model_cards(source.model_info(), created_s))})
+    async def models(self, _: Request) -> Response:
+        cards = _model_cards(self.source.model_info(), self.created_s)
+        return JSONResponse({"object": "list", "data": list(cards)})
 
-    async def model(request: Request) -> Response:
-        """Describe one model."""
-        served, *adapters = _model_cards(source.model_info(), created_s)
+    async def model(self, request: Request) -> Response:
+        served, *adapters = _model_cards(self.source.model_info(), self.created_s)
         wanted = request.path_params["model"]
         for card in (served, *adapters):
             if wanted == card["id"]:
@@ -259,34 +252,23 @@ def status_routes(
         message = f"model: {wanted[:_MAX_SHOWN]!r} is not served here; {served['id']!r} is"
         return error_response(404, message, param="model")
 
-    async def loads(request: Request) -> Response:
-        """The newest load of each DP rank."""
-        snapshots = source.load_snapshots()
+    async def loads(self, request: Request) -> Response:
+        snapshots = self.source.load_snapshots()
         try:
-            return JSONResponse(_load_report(snapshots, request, clock()))
+            return JSONResponse(_load_report(snapshots, request, self.clock()))
         except ConfigError as error:
             return error_response(400, str(error), param=error.field)
 
-    async def metrics(request: Request) -> Response:
-        """Metrics for Prometheus."""
+    async def metrics(self, request: Request) -> Response:
         accept = ", ".join(request.headers.getlist("accept"))
-        page, content_type = await run_in_threadpool(render_metrics, registry, accept)
+        page, content_type = await run_in_threadpool(render_metrics, self.registry, accept)
         return Response(page, headers={"content-type": content_type, "vary": "accept"})
 
-    endpoints: dict[str, _Endpoint] = {
-        "/": page,
-        "/health": health,
-        "/ready": ready,
-        "/server_info": server_info,
-        "/get_server_info": server_info,
-        "/model_info": model_info,
-        "/get_model_info": model_info,
-        "/v1/models": models,
-        "/v1/models/{model:path}": model,
-        "/v1/loads": loads,
-        "/metrics": metrics,
-    }
-    return [Route(path, _guarded(endpoint), methods=["GET"]) for path, endpoint in endpoints.items()]
+
+def _answer_unless(problem: str | None, good: str, bad: str) -> Response:
+    if problem is None:
+        return JSONResponse({"status": good})
+    return JSONResponse({"status": bad, "problem": problem}, 503)
 
 
 def _guarded(endpoint: _Endpoint) -> _Endpoint:
@@ -319,4 +301,10 @@ def _load_report(snapshots: Sequence[LoadSnapshot], request: Request, now: float
         raise ConfigError("format", wanted, "is not supported", "use json, or read /metrics")
     include = _parse_include(query.getlist("include"))
     selected = _select_ranks(snapshots, query.get("dp_rank"))
-    return _build_load_report(selected, include, now=now, version=__version__)
+    return {
+        "timestamp": datetime.fromtimestamp(now, UTC).isoformat(),
+        "version": __version__,
+        "dp_rank_count": len(selected),
+        "loads": [_one_load(load, include, now) for load in selected],
+        "aggregate": _aggregate(selected),
+    }

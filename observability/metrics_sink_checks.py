@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from observability.catalog import SCHEDULER_METRICS
+from observability.catalog import SCHEDULER_METRICS, read_number
 from scheduler_components import ParallelState
 from scheduler_components.ports import MetricsSink
 from scheduler_components.testing import CheckTrace
@@ -59,7 +59,7 @@ def make_scheduler_stats(rank: int = 0, *, scale: int = 1) -> SchedulerStats:
 
 def _numbered(kind: type[S], base: int) -> S:
     """Return a struct with the counters ``base``, ``base + 1`` and so on."""
-    counters = [each.name for each in msgspec.structs.fields(kind) if each.type is int]
+    counters = [each.name for each in msgspec.structs.fields(kind) if type(each.default) is int]
     return kind(**{name: base + at for at, name in enumerate(counters)})
 
 
@@ -122,7 +122,7 @@ def _record(trace: CheckTrace, sink: MetricsSink, stats: SchedulerStats) -> None
 def _expect(trace: CheckTrace, reader: MetricReader, stats: SchedulerStats) -> None:
     labels = dict(stats.labels)
     for metric in SCHEDULER_METRICS:
-        wanted = metric.read(stats) if metric.path else None
+        wanted = read_number(metric, stats) if metric.path else None
         if wanted is not None:
             trace.expect(float(wanted), reader.value(metric.name, labels), f"{metric.name} of {labels}")
 

@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from observability.catalog import (
     INFO_METRICS,
@@ -26,24 +26,73 @@ from observability.catalog import (
     InfoMetric,
     Metric,
     StateMetric,
+    read_histogram,
+    read_number,
 )
-from observability.prometheus_collector import CatalogCollector, new_family
 from scheduler_components import ConfigError
 from scheduler_components._internal.extras import naming_extras
-from scheduler_components.metrics.shm_board import ShmBoard
 from scheduler_components.values import HistogramSnapshot, SchedulerStats
 
 with naming_extras:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import GaugeMetricFamily
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.metrics_core import Metric as MetricFamily
+    from prometheus_client.registry import Collector
     from prometheus_client.samples import Sample
 
-__all__ = ["MetricsBoardCollector", "PrometheusSink"]
+if TYPE_CHECKING:
+    from scheduler_components.metrics.shm_board import ShmBoard
+
+__all__ = ["CatalogCollector", "MetricsBoardCollector", "PrometheusSink", "new_family"]
 
 _PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
 _Labels: TypeAlias = dict[str, str]
 _Reports: TypeAlias = list[tuple[_Labels, SchedulerStats]]
+
+
+def new_family(metric: Metric, name: str) -> MetricFamily:
+    """Return the family of ``metric`` under ``name``, without samples."""
+    if metric.kind == "histogram":
+        return HistogramMetricFamily(name, metric.help)
+    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    return make(name, metric.help)
+
+
+class CatalogCollector(Collector):
+    """A collector that registers itself. A registry calls ``collect`` on the scraping thread.
+
+    A subclass calls ``__init__`` last, because the registry calls ``describe`` from it.
+
+    Args:
+        registry: exports the metrics.
+        prefix: beginning of the metric names, for the error.
+
+    Raises:
+        ConfigError: the registry already has metrics of these names.
+    """
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        self._registry = registry
+        try:
+            registry.register(self)
+        except ValueError as error:
+            hint = "give each collector its own prefix or registry"
+            raise ConfigError("prefix", prefix, "is taken in this registry", hint) from error
+
+    @abstractmethod
+    def describe(self) -> Iterator[MetricFamily]:
+        """Yield the families without samples, so that the registry can refuse a second collector of these names."""
+
+    @abstractmethod
+    def collect(self) -> Iterator[MetricFamily]:
+        """Yield the families with their samples."""
+
+    def close(self) -> None:
+        """Unregister the collector. Safe to call twice."""
+        try:
+            self._registry.unregister(self)
+        except KeyError:
+            return
 
 
 class _SchedulerCollector(CatalogCollector):
@@ -83,7 +132,7 @@ class _SchedulerCollector(CatalogCollector):
         reports = [({**self._model_label, **dict(stats.labels)}, stats) for stats in self._newest()]
         now = self._clock()
         for metric in SCHEDULER_METRICS:
-            yield from self._families(metric, [(labels, metric.read(stats)) for labels, stats in reports])
+            yield from self._families(metric, [(labels, read_number(metric, stats)) for labels, stats in reports])
         for metric in SCHEDULER_HISTOGRAMS:
             yield from self._histogram_families(metric, reports)
         ages = [(labels, max(0.0, now - stats.load.timestamp)) for labels, stats in reports]
@@ -123,7 +172,7 @@ class _SchedulerCollector(CatalogCollector):
                 yield family
 
     def _histogram_families(self, metric: Metric, reports: _Reports) -> Iterator[MetricFamily]:
-        read = [(labels, metric.read_histogram(stats)) for labels, stats in reports]
+        read = [(labels, read_histogram(metric, stats)) for labels, stats in reports]
         found = [(labels, histogram) for labels, histogram in read if histogram is not None]
         for name in self._names[metric.name] if found else ():
             family = new_family(metric, name)

@@ -19,10 +19,10 @@ from observability.catalog import (
     STREAM_PREFIX,
     STREAM_STATE_METRIC,
     Metric,
+    read_number,
 )
-from observability.jetstream import LogStats
-from observability.kv_stream import StreamState, StreamStats
-from observability.prometheus_collector import CatalogCollector, new_family
+from observability.kv_stream import LogStats, RelayedStreamStats, StreamState, StreamStats
+from observability.prometheus_schedulers import CatalogCollector, new_family
 from scheduler_components._internal.extras import naming_extras
 from scheduler_components.ports import StatsSource
 
@@ -45,7 +45,7 @@ def _families(metrics: Iterable[Metric], streams: Iterable[tuple[_Labels, object
     for metric in metrics:
         family = new_family(metric, metric.name)
         for labels, stats in known:
-            value = metric.read(stats)
+            value = read_number(metric, stats)
             if value is not None:
                 family.add_sample(metric.name, labels, float(value))
         yield family
@@ -91,8 +91,8 @@ class RelayStatsSource(Protocol):
         """Return the name of the source and the statistics of each followed stream."""
         ...
 
-    def relayed(self) -> Iterable[tuple[int, object]]:
-        """Return the rank of each published stream, and an object with the fields that the catalogue reads."""
+    def relayed(self) -> Iterable[tuple[int, RelayedStreamStats]]:
+        """Return the rank and the statistics of each published stream."""
         ...
 
 

@@ -5,8 +5,6 @@ Each error carries its facts as fields. Its class says which party is to blame: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from scheduler_components._internal.old_names import old_names
 
 __all__ = [
@@ -27,8 +25,6 @@ __all__ = [
     "QueueDivergenceError",
     "QueueFullError",
     "QuiesceDivergenceError",
-    "Refusal",
-    "RefusedError",
     "SettingsDivergenceError",
     "StartError",
     "StorageError",
@@ -83,40 +79,6 @@ class StartError(ComponentError):
         self.problem = problem
         self.hint = hint
         super().__init__(f"{resource}: {problem}; {hint}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """One place at which a step of a refactor would change the meaning of the code.
-
-    Args:
-        path: the file.
-        line: the line, from 1.
-        rule: the reason as one word, which a recipe may accept.
-        name: the name that it is about.
-        message: the reason as a sentence.
-    """
-
-    path: str
-    line: int
-    rule: str
-    name: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.message} [{self.rule} {self.name}]"
-
-
-class RefusedError(ComponentError):
-    """A refactor was refused, and nothing is changed. The recipe or the code is to blame.
-
-    Args:
-        refusals: every reason, by path and line.
-    """
-
-    def __init__(self, refusals: tuple[Refusal, ...]) -> None:
-        self.refusals = refusals
-        super().__init__("\n".join(map(str, refusals)))
 
 
 class MissingExtraError(StartError, ModuleNotFoundError):

@@ -2,8 +2,7 @@
 
 The three structs here are the only declaration of the wire's fields: names, types, order and defaults. All other code
 derives positions, names, readers and writers from them at import (``codec``, ``snapshot``). A new field is one line at
-the end of a struct, one in the condition of ``DialectWriter.rows_with_changes``, and a check in
-``dialects._num_stored_fields`` or ``_num_removed_fields``, plus golden vectors.
+the end of a struct and one in the condition of ``DialectWriter.rows_with_changes``, plus golden vectors.
 
 An event is frozen and holds tuples: a publisher can rely on it after ``publish``. The first seven fields of
 ``BlockStored`` have the names and the order of ``sglang.srt.disaggregation.kv_events`` (SGLang 0.5.x), so code written
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import msgspec
 
 __all__ = [
+    "DEFAULT_WEIGHT_VERSION",
     "UNFOLDED_FIELDS",
     "FULL_ATTENTION_KINDS",
     "LOCAL_GPU",
@@ -46,6 +46,9 @@ __all__ = [
     "medium_tier",
     "true_runs",
 ]
+
+DEFAULT_WEIGHT_VERSION = "default"
+"""Version of the weights that an engine starts with, as in SGLang. Block hashes are seeded by every other version."""
 
 MEDIUM_GPU = "GPU"
 """The device's medium. ``medium=None`` means the same to every consumer."""

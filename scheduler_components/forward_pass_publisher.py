@@ -16,7 +16,7 @@ from typing import Protocol
 from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components._internal.validators import check_number
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import ForwardPassSink, NullForwardPassSink
+from scheduler_components.ports import NullReportSink, ReportSink
 from scheduler_components.values import (
     FORWARD_PASS_VERSION,
     ForwardPassMetrics,
@@ -189,7 +189,7 @@ class ForwardPassPublisher:
 
     parallel: ParallelState
     queues: WaitingQueue
-    sink: ForwardPassSink = field(default_factory=NullForwardPassSink)
+    sink: ReportSink[ForwardPassMetrics] = field(default_factory=NullReportSink)
     worker_id: str = ""
     heartbeat_s: float = FORWARD_PASS_HEARTBEAT_S
     clock: Callable[[], float] = time.monotonic
@@ -213,7 +213,7 @@ class ForwardPassPublisher:
             wall_time_s: duration of the pass, from its launch until its results were on the host. A value that is not
                 finite or not above 0 is a failure, because a reader takes a duration of 0 for a heartbeat.
         """
-        if self.sink.wants_forward_passes and self.parallel.reports_metrics:
+        if self.sink.wants_reports and self.parallel.reports_metrics:
             self._send_pending()  # of a scheduler that has stopped calling `idle`
             self._pending = parts, wall_time_s
             if not self._has_idled:
@@ -233,7 +233,7 @@ class ForwardPassPublisher:
         """
         self._send_pending()
         if (
-            self.sink.wants_forward_passes
+            self.sink.wants_reports
             and self.parallel.reports_metrics
             and not 0.0 <= self.clock() - self._last_s < self.heartbeat_s
         ):
@@ -274,6 +274,6 @@ class ForwardPassPublisher:
     def close(self) -> None:
         """Send what is pending and close the sink. Safe to call twice; never raises."""
         self._send_pending()
-        sink, self.sink = self.sink, NullForwardPassSink()
+        sink, self.sink = self.sink, NullReportSink()
         with self.failures.guard(_CLOSING):
             sink.close()

@@ -12,23 +12,15 @@ import msgspec
 
 from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.events import AllBlocksCleared, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import EventPublisher
-from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import (
-    KvEventSink,
-    KvEventSource,
-    KvMetricsSink,
-    LoadSource,
-    NullKvMetricsSink,
-    NullLoadSource,
-)
-from scheduler_components.values import PublisherStats
+from scheduler_components.values import KvMetrics, PublisherStats
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events import KVEventsConfig
+    from scheduler_components.ports import KvEventSink, KvEventSource, LoadSource, ReportSink
+    from scheduler_components.values import LoadSnapshot
 
-__all__ = ["SchedulerKvEventsPublisher"]
+__all__ = ["SchedulerKvEventsPublisher", "kv_metrics_of_load"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +30,9 @@ _IDLE = "sending KV events while the device works"
 _STATS = "reading the event publisher's counters"
 _METRICS = "emitting KV metrics"
 _CLOSING = "closing the KV event publisher"
+
+_FLUSH_POLL_S = 0.001
+"""Time for a sink's thread to send what is pending, which takes it milliseconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +50,7 @@ class SchedulerKvEventsPublisher:
         source: the cache that records events.
         sink: opened by ``open_event_publisher``, or any other ``KvEventSink``.
         load: usually a ``LoadInquirer``; read by ``emit_kv_metrics``.
-        metrics_sink: sends ``KvMetrics`` to the serving process.
+        metrics_sink: sends ``KvMetrics`` to the serving process. Without it or without ``load``, none are sent.
         clock: returns wall-clock seconds since 1970.
         failures: counts the exceptions since the start.
     """
@@ -63,8 +58,8 @@ class SchedulerKvEventsPublisher:
     parallel: ParallelState
     source: KvEventSource
     sink: KvEventSink
-    load: LoadSource = field(default_factory=NullLoadSource)
-    metrics_sink: KvMetricsSink = field(default_factory=NullKvMetricsSink)
+    load: LoadSource | None = None
+    metrics_sink: ReportSink[KvMetrics] | None = None
     clock: Callable[[], float] = time.time
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
 
@@ -75,7 +70,7 @@ class SchedulerKvEventsPublisher:
         *,
         parallel: ParallelState,
         source: KvEventSource,
-        load: LoadSource = NullLoadSource(),
+        load: LoadSource | None = None,
         metrics_endpoint: str | None = None,
     ) -> SchedulerKvEventsPublisher:
         """Open the publisher that the configuration describes, with this rank's own sockets and ports.
@@ -93,15 +88,14 @@ class SchedulerKvEventsPublisher:
         """
         # Imported here so that the component itself loads neither pyzmq nor pydantic.
         from scheduler_components.kv_events import open_event_publisher
-        from scheduler_components.metrics.zmq_kv_metrics import parse_kv_metrics_endpoint
 
         if metrics_endpoint is not None:
+            from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_sink, parse_kv_metrics_endpoint
+
             parse_kv_metrics_endpoint(metrics_endpoint, bind=False)
         sink = open_event_publisher(config, parallel=parallel)
         publisher = cls(parallel=parallel, source=source, sink=sink, load=load)
         if metrics_endpoint is not None and parallel.reports_metrics:
-            from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_sink
-
             try:
                 publisher.metrics_sink = open_zmq_kv_metrics_sink(metrics_endpoint)
             except BaseException:
@@ -148,26 +142,29 @@ class SchedulerKvEventsPublisher:
         keep the removed blocks until the next request arrives.
 
         Args:
-            deadline_s: time to wait, in seconds, for a thread of an ``EventPublisher`` that uses its sockets. With 0
-                such a thread sends what is left.
+            deadline_s: time to wait, in seconds, for a thread of the sink that sends. With 0 it sends what is left.
 
         Returns:
             True if every batch has its number, which ``stats().last_sequence`` then shows.
         """
         self.publish_kv_events()
         with self.failures.guard(_IDLE):
-            if isinstance(self.sink, EventPublisher):
-                return self.sink.flush(deadline_s)
+            until_s = time.monotonic() + deadline_s
             self.sink.idle()
-            return not self.sink.stats().batches_pending
+            while self.sink.stats().batches_pending:
+                if time.monotonic() >= until_s:
+                    return False
+                time.sleep(_FLUSH_POLL_S)
+                self.sink.idle()
+            return True
         return False
 
     def emit_kv_metrics(self) -> None:
         """Send this rank's slots and blocks to the serving process, if this rank reports metrics."""
-        if not self.metrics_sink.wants_metrics or not self.parallel.reports_metrics:
-            return
-        with self.failures.guard(_METRICS):
-            self.metrics_sink.send(kv_metrics_of_load(self.load.get_loads()))
+        sink, load = self.metrics_sink, self.load
+        if sink is not None and load is not None and sink.wants_reports and self.parallel.reports_metrics:
+            with self.failures.guard(_METRICS):
+                sink.send(kv_metrics_of_load(load.get_loads()))
 
     def stats(self) -> PublisherStats:
         """Return the sink's counters. A batch that could not be taken or published counts as dropped, too."""
@@ -182,6 +179,28 @@ class SchedulerKvEventsPublisher:
     def shutdown(self) -> None:
         """Publish the last step's events, then close both sinks. Safe to call twice; never raises."""
         self.publish_kv_events()
-        for close in (self.sink.shutdown, self.metrics_sink.close):
+        with self.failures.guard(_CLOSING):
+            self.sink.shutdown()
+        if self.metrics_sink is not None:
             with self.failures.guard(_CLOSING):
-                close()
+                self.metrics_sink.close()
+
+
+def kv_metrics_of_load(load: LoadSnapshot) -> KvMetrics:
+    """Return a load snapshot in request slots and KV blocks.
+
+    A partly used page counts as one active block. Tokens after the last whole page of the pool are no block, so the
+    active blocks never exceed the total.
+    """
+    page_size = max(1, load.page_size)
+    total_blocks = load.max_total_num_tokens // page_size
+    return KvMetrics(
+        request_active_slots=load.num_running_reqs,
+        request_total_slots=load.max_running_requests,
+        kv_active_blocks=min(total_blocks, -(-load.num_used_tokens // page_size)),
+        kv_total_blocks=total_blocks,
+        num_requests_waiting=load.num_waiting_reqs,
+        gpu_cache_usage_perc=load.token_usage,
+        gpu_prefix_cache_hit_rate=load.cache_hit_rate,
+        data_parallel_rank=load.dp_rank,
+    )

@@ -5,21 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from scheduler_components.load import CountedQueue
 from scheduler_components.load.token_counted_queue import count_request_tokens
 from scheduler_components.load.work_counters import WorkCounters
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import (
-    LoadSectionsSource,
-    NullLoadSectionsSource,
-    NullRateSource,
-    PoolSource,
-    QueuedRequest,
-    QueueSource,
-    RateSource,
-)
-from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import LoadSections, LoadSnapshot
+
+if TYPE_CHECKING:
+    from scheduler_components.ports import PoolSource, QueuedRequest, QueueSource, RateSource
 
 __all__ = ["LoadInquirer"]
 
@@ -35,8 +30,9 @@ class LoadInquirer:
         parallel: rank of the load (``dp_rank`` of the snapshot is its ``kv_stream_index``).
         queues: running and waiting requests.
         pool: the KV token pool.
-        rates: throughput and hit rate over the recent window.
-        sections: disaggregation, LoRA, speculative decoding, memory and special queues, where the engine has them.
+        rates: throughput and hit rate over the recent window; None reports 0.
+        sections: returns disaggregation, LoRA, speculative decoding, memory and special queues, where the engine has
+            them.
         work: requests received and work done since the start.
         clock: wall-clock seconds since the epoch.
     """
@@ -44,8 +40,8 @@ class LoadInquirer:
     parallel: ParallelState
     queues: QueueSource
     pool: PoolSource
-    rates: RateSource = field(default_factory=NullRateSource)
-    sections: LoadSectionsSource = field(default_factory=NullLoadSectionsSource)
+    rates: RateSource | None = None
+    sections: Callable[[], LoadSections] = LoadSections
     work: WorkCounters = field(default_factory=WorkCounters)
     clock: Callable[[], float] = time.time
     _sequence: int = field(default=0, init=False, repr=False)
@@ -74,7 +70,7 @@ class LoadInquirer:
         chunked_tokens = queues.num_chunked_tokens_left
         pending_tokens += chunked_tokens
         uncached_tokens += chunked_tokens
-        sections = self.sections.load_sections()
+        sections = self.sections()
         disaggregation = sections.disaggregation
         if disaggregation is not None:
             num_waiting += disaggregation.waiting_reqs
@@ -87,29 +83,29 @@ class LoadInquirer:
         slot_usage = num_running / max_running if max_running > 0 else 0.0
         self._sequence += 1
         return LoadSnapshot(  # positional, which the row "get_loads(), 64 running" shows
-            self._sequence,
-            self.clock(),
-            self._rank,
             num_running,
             num_waiting,
+            token_usage,
+            0.0 if rates is None else rates.gen_throughput,
+            0.0 if rates is None else rates.cache_hit_rate,
+            token_usage if token_usage > slot_usage else slot_usage,
+            used_tokens,
             pending_tokens,
             uncached_tokens,
-            used_tokens,
             used_tokens + pending_tokens,
             capacity_tokens,
             pool.page_size,
             max_running,
-            token_usage,
-            rates.gen_throughput,
-            rates.cache_hit_rate,
-            token_usage if token_usage > slot_usage else slot_usage,
+            self._sequence,
+            work.total_prefill_uncached_tokens,
+            work.total_prefill_busy_us,
+            self.clock(),
+            self._rank,
             sections.queues,
             disaggregation,
             sections.lora,
             sections.speculative,
             sections.memory,
-            work.total_prefill_uncached_tokens,
-            work.total_prefill_busy_us,
             work.decode_moments,
             watermarks,
         )

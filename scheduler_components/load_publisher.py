@@ -14,7 +14,7 @@ from scheduler_components._internal.validators import check_number
 from scheduler_components.errors import ConfigError
 from scheduler_components.load.load_stat import LOAD_HEARTBEAT_S
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadSink, LoadSource
+from scheduler_components.ports import LoadSource, ReportSink
 from scheduler_components.values import LoadSnapshot
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class LoadPublisher:
 
     parallel: ParallelState
     load: LoadSource
-    sinks: Sequence[LoadSink] = ()
+    sinks: Sequence[ReportSink[LoadSnapshot]] = ()
     pacer: GaugePacer = field(default_factory=GaugePacer)
     clock: Callable[[], float] = time.monotonic
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
@@ -135,7 +135,7 @@ class LoadPublisher:
             self._offer(self.clock())
 
     def _offer(self, now: float) -> None:
-        sinks = [sink for sink in self.sinks if sink.wants_load]
+        sinks = [sink for sink in self.sinks if sink.wants_reports]
         if not sinks:
             return
         num_failed = self.failures.total
@@ -183,7 +183,7 @@ def open_load_publisher(
     *,
     parallel: ParallelState,
     load: LoadSource,
-    sinks: Sequence[LoadSink] = (),
+    sinks: Sequence[ReportSink[LoadSnapshot]] = (),
     pacer: GaugePacer | None = None,
 ) -> LoadPublisher:
     """Open the load gauge of this rank's stream, from the configuration of its events.
@@ -209,12 +209,11 @@ def open_load_publisher(
     # Imported here so that the component itself imports neither pyzmq nor pydantic.
     from scheduler_components.kv_events import CurveServerKeys, KVEventsConfig
     from scheduler_components.load import open_zmq_load_sink
-    from scheduler_components.load.zmq_load import check_load_endpoint
 
     settings = KVEventsConfig.read(config)
     plan = settings.port_plan(parallel.kv_stream_count)
     if plan.load is not None:
-        check_load_endpoint(plan.load)
+        plan.load.check_leaves_process(field="load_endpoint")
         if parallel.owns_kv_stream:
             access = CurveServerKeys.of(settings)
             gauge = open_zmq_load_sink(plan.load.offset(parallel.kv_stream_index), access=access)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -13,58 +13,16 @@ from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadSource, MetricsSink, StatsSource
-from scheduler_components.values import (
-    AgreedQueueStats,
-    BatchingStats,
-    DeadlineStats,
-    DecisionStats,
-    ForwardPassStats,
-    GrammarStats,
-    IntegrityStats,
-    LatencySnapshot,
-    LoadSnapshot,
-    LoraStats,
-    OutputStats,
-    PoolStats,
-    PublisherStats,
-    QuiesceStats,
-    ReceiverStats,
-    SchedulerCounters,
-    SchedulerStats,
-    SessionStats,
-    SpanStats,
-    TierStats,
-)
+from scheduler_components.values import LoadSnapshot, SchedulerStats
 
-__all__ = ["LiveStats", "MetricsEmitter", "StatsSources"]
+if TYPE_CHECKING:
+    from scheduler_components.ports import LoadSource, MetricsSink, StatsSource
+
+__all__ = ["LiveStats", "MetricsEmitter"]
 
 logger = logging.getLogger(__name__)
 
 Stats = TypeVar("Stats")
-
-
-class StatsSources(TypedDict, total=False):
-    """The source of each part of ``SchedulerStats``, by the name of its field. A part without a source stays empty."""
-
-    counters: StatsSource[SchedulerCounters]
-    publisher: StatsSource[PublisherStats]
-    latencies: StatsSource[LatencySnapshot]
-    tiers: StatsSource[TierStats | None]
-    receiver: StatsSource[ReceiverStats]
-    quiesce: StatsSource[QuiesceStats]
-    integrity: StatsSource[IntegrityStats]
-    pools: StatsSource[PoolStats]
-    batching: StatsSource[BatchingStats]
-    outputs: StatsSource[OutputStats]
-    forward_passes: StatsSource[ForwardPassStats]
-    spans: StatsSource[SpanStats]
-    grammars: StatsSource[GrammarStats]
-    rooms: StatsSource[AgreedQueueStats]
-    deadlines: StatsSource[DeadlineStats]
-    decisions: StatsSource[DecisionStats]
-    sessions: StatsSource[SessionStats]
-    adapters: StatsSource[LoraStats]
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,7 +57,8 @@ class MetricsEmitter:
         parallel: decides whether this rank reports, and provides the labels.
         load: usually a ``LoadInquirer``.
         sink: receives the reports and decides how often to export or log one.
-        sources: where the parts come from, for example ``{"publisher": kv_events, "counters": LiveStats(counters)}``.
+        sources: where the parts come from, by the name of their field of ``SchedulerStats``, for example
+            ``{"publisher": kv_events, "counters": LiveStats(counters)}``.
         counters_interval_steps: the default of 32 steps is about one second; a Prometheus server scrapes every few
             seconds. 1 reads all parts in each step.
         failures: counts failed reports.
@@ -111,7 +70,7 @@ class MetricsEmitter:
     parallel: ParallelState
     load: LoadSource
     sink: MetricsSink
-    sources: StatsSources = field(default_factory=StatsSources)
+    sources: dict[str, StatsSource[object]] = field(default_factory=dict)
     counters_interval_steps: int = 32
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _labels: tuple[tuple[str, str], ...] = field(init=False, repr=False)
@@ -150,8 +109,7 @@ class MetricsEmitter:
             self.failures.succeeded(_EMITTING)
 
     def _read_parts(self) -> tuple[Any, ...]:
-        sources: dict[str, StatsSource[Any]] = {**self.sources}  # type: ignore[dict-item]
         parts = list(_NO_PARTS)
-        for name, source in sources.items():
+        for name, source in self.sources.items():
             parts[_PLACES[name]] = source.stats()
         return tuple(parts)

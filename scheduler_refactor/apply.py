@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from scheduler_components.errors import Refusal, RefusedError
 from scheduler_refactor.move import move_methods
 from scheduler_refactor.prepare import prepare_component
 from scheduler_refactor.recipe import Move, Prepare, Recipe, Rename, RenameFile, Replace, Step
+from scheduler_refactor.refusals import Refusal, RefusedError
 from scheduler_refactor.rename import rename_file, rename_member
 
 __all__ = ["apply_recipe", "apply_step"]

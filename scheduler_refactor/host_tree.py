@@ -7,10 +7,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from scheduler_components.errors import Refusal, RefusedError
 from scheduler_refactor.host_access import Access
 from scheduler_refactor.measurement import Measurement, MethodUse, Part, measure_host
 from scheduler_refactor.recipe import ClassRef
+from scheduler_refactor.refusals import Refusal, RefusedError
 from scheduler_refactor.source_index import ClassSource, SourceIndex, dotted_name
 
 __all__ = ["CallSite", "HostTree", "OtherUse", "class_of", "files_that_name", "find_in_tree"]

@@ -6,13 +6,12 @@ import ast
 from collections.abc import Iterator, Mapping
 from textwrap import indent
 
-from scheduler_components.errors import Refusal, RefusedError
 from scheduler_refactor import body_checks, code_edits
 from scheduler_refactor.host_tree import HostTree, class_of, find_in_tree
 from scheduler_refactor.leave_order import rebindings_after_start
 from scheduler_refactor.measurement import Measurement, find_host, measure_host
 from scheduler_refactor.recipe import ComponentField, Port, Prepare
-from scheduler_refactor.refusals import Refusals
+from scheduler_refactor.refusals import Refusal, Refusals, RefusedError
 from scheduler_refactor.source_index import SourceIndex, parse_module
 
 __all__ = ["component_code", "construction_code", "prepare_component"]

@@ -1,13 +1,47 @@
-"""Collect refusals, without those that the recipe's author has accepted."""
+"""Refusals: the places at which a step would change the meaning of the code, without those that the recipe accepts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler_components.errors import Refusal, RefusedError
+from scheduler_components.errors import ComponentError
 from scheduler_refactor.recipe import Accepted
 
-__all__ = ["Refusals"]
+__all__ = ["Refusal", "Refusals", "RefusedError"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """One place at which a step of a refactor would change the meaning of the code.
+
+    Args:
+        path: the file.
+        line: the line, from 1.
+        rule: the reason as one word, which a recipe may accept.
+        name: the name that it is about.
+        message: the reason as a sentence.
+    """
+
+    path: str
+    line: int
+    rule: str
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message} [{self.rule} {self.name}]"
+
+
+class RefusedError(ComponentError):
+    """A refactor was refused, and nothing is changed. The recipe or the code is to blame.
+
+    Args:
+        refusals: every reason, by path and line.
+    """
+
+    def __init__(self, refusals: tuple[Refusal, ...]) -> None:
+        self.refusals = refusals
+        super().__init__("\n".join(map(str, refusals)))
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ LONGEST_FILES = (
     "test_zmq_relay_processes.py",
     "test_nats_subscriber.py",
     "test_engine.py",
-    "test_tee_sink_processes.py",
+    "test_zmq_sinks_jetstream_processes.py",
     "test_route_command.py",
     "test_http_proxy.py",
     "test_docs.py",

@@ -213,7 +213,7 @@ def test_without_a_receiver_nothing_is_counted(closed: bool) -> None:
         rank.publisher.close()
         assert rank.sink.num_closed == 1
     else:
-        rank.sink.wants_forward_passes = False
+        rank.sink.wants_reports = False
     rank.publisher.queues = BrokenQueue()
     rank.clock.now_s = 5.0
     rank.publisher.publish_forward_pass([], 0.1)

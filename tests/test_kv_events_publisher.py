@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import (
@@ -20,7 +20,7 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.kv_events import NullEventPublisher
-from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
+from scheduler_components.kv_events_publisher import kv_metrics_of_load
 from scheduler_components.testing import ListEventSink
 from scheduler_components.testing.fakes import FakeLoad, ListSink, ScriptedEventSource
 from scheduler_components.values import KvMetrics, LoadSnapshot, PublisherStats
@@ -108,35 +108,24 @@ def test_hooks_and_counters_of_a_broken_sink_do_not_raise() -> None:
 
 
 class SinkWithPendingBatches(ListEventSink):
-    num_pending = 1
+    sends_after = 1_000_000  # calls of idle()
 
     def stats(self) -> PublisherStats:
-        return PublisherStats(batches_pending=self.num_pending)
-
-
-class PublisherThatNeedsTime(NullEventPublisher):
-    def flush(self, deadline_s: float = 0.0) -> bool:
-        return deadline_s >= 2.0
+        return PublisherStats(batches_pending=int(self.num_idled < self.sends_after))
 
 
 def test_flush_says_whether_every_batch_has_its_number() -> None:
     sink = SinkWithPendingBatches()
     source = ScriptedEventSource([AllBlocksCleared()])
     publisher = SchedulerKvEventsPublisher(parallel=ParallelState(), source=source, sink=sink)
-    assert not publisher.flush(5.0)
-    assert (len(sink.batches), sink.num_idled) == (1, 1)
-    sink.num_pending = 0
-    assert publisher.flush()
-    sink.error = OSError("gone")
     assert not publisher.flush()
-    publisher = SchedulerKvEventsPublisher(
-        parallel=ParallelState(), source=ScriptedEventSource(), sink=PublisherThatNeedsTime()
-    )
-    assert (publisher.flush(), publisher.flush(2.0)) == (False, True)
-    publisher = SchedulerKvEventsPublisher(
-        parallel=ParallelState(), source=ScriptedEventSource(), sink=NullEventPublisher()
-    )
-    assert publisher.flush()
+    assert (len(sink.batches), sink.num_idled) == (1, 1)
+    assert not publisher.flush(0.002)
+    sink.sends_after = sink.num_idled + 3
+    assert publisher.flush(30.0)
+    assert sink.num_idled == sink.sends_after
+    sink.error = OSError("gone")
+    assert not publisher.flush(30.0)
 
 
 def test_a_stopping_engine_says_that_no_block_is_left_after_its_last_events() -> None:
@@ -189,13 +178,22 @@ def test_kv_metrics_are_slots_and_blocks() -> None:
     assert kv_metrics_of_load(LoadSnapshot(page_size=0)) == KvMetrics()
 
 
+@given(page_size=st.integers(1, 64), capacity=st.integers(0, 10_000), used=st.integers(0, 10_000))
+@example(page_size=16, capacity=16 * 512 + 3, used=16 * 512 + 3)
+def test_no_more_blocks_are_in_use_than_there_are(page_size: int, capacity: int, used: int) -> None:
+    used = min(used, capacity)
+    metrics = kv_metrics_of_load(LoadSnapshot(page_size=page_size, max_total_num_tokens=capacity, num_used_tokens=used))
+    assert metrics.kv_active_blocks <= metrics.kv_total_blocks == capacity // page_size
+    assert metrics.kv_active_blocks * page_size >= min(used, metrics.kv_total_blocks * page_size)
+
+
 def test_the_load_is_not_read_for_a_sink_that_wants_no_kv_metrics() -> None:
     class Unasked:
         def get_loads(self) -> LoadSnapshot:
             raise AssertionError("the sink wants no metrics")
 
     metrics_sink = ListSink()
-    metrics_sink.wants_metrics = False
+    metrics_sink.wants_reports = False
     publisher = SchedulerKvEventsPublisher(
         parallel=ParallelState(),
         source=ScriptedEventSource(),
@@ -232,7 +230,7 @@ def test_open_without_config_is_silent_and_opens_nothing() -> None:
     publisher.emit_kv_metrics()
     publisher.shutdown()
     assert isinstance(publisher.sink, NullEventPublisher)
-    assert not publisher.metrics_sink.wants_metrics
+    assert publisher.metrics_sink is None
     assert publisher.failures.total == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,16 +29,6 @@ class Rates:
     gen_throughput, cache_hit_rate = 12.5, 0.75
 
 
-@dataclass
-class Parts:
-    """A ``LoadSectionsSource``."""
-
-    parts: LoadSections
-
-    def load_sections(self) -> LoadSections:
-        return self.parts
-
-
 def make_inquirer(**given_parts: Any) -> LoadInquirer:
     arguments = {"parallel": ParallelState(), "queues": FakeQueues(), "pool": FakePool(), "clock": lambda: 1234.5}
     return LoadInquirer(**{**arguments, **given_parts})
@@ -59,7 +48,7 @@ def test_every_fact_has_its_own_field() -> None:
             running=[1, 2, 3, 4], waiting=[FakeRequest(100, 30), FakeRequest(200)], num_chunked_tokens_left=7
         ),
         rates=Rates(),
-        sections=Parts(parts),
+        sections=lambda: parts,
     )
     assert inquirer.get_loads() == LoadSnapshot(
         sequence=1,
@@ -132,7 +121,7 @@ def test_gauges_fall_to_zero_when_everything_is_aborted() -> None:
 
 def test_a_decode_instance_waits_for_no_uncached_tokens() -> None:
     parts = LoadSections(disaggregation=DisaggregationLoad(mode="decode", waiting_reqs=2))
-    load = make_inquirer(queues=FakeQueues(waiting=[FakeRequest()]), sections=Parts(parts)).get_loads()
+    load = make_inquirer(queues=FakeQueues(waiting=[FakeRequest()]), sections=lambda: parts).get_loads()
     assert (load.num_waiting_reqs, load.num_pending_tokens, load.num_waiting_uncached_tokens) == (3, 100, 0)
 
 

@@ -126,11 +126,11 @@ def test_without_a_load_endpoint_nothing_is_opened_or_read(config: str | None) -
 
 def test_the_load_is_not_read_for_a_sink_that_wants_none() -> None:
     publisher, load, sink, _ = make()
-    sink.wants_load = False
+    sink.wants_reports = False
     publisher.publish_load()
     publisher.flush()
     assert (load.reads, sink.sent) == (0, [])
-    sink.wants_load = True
+    sink.wants_reports = True
     publisher.publish_load()
     assert (load.reads, running(sink)) == (1, [0])
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler_components import ConfigError, LiveStats, MetricsEmitter, ParallelState
-from scheduler_components.metrics_emitter import StatsSources
+from scheduler_components.ports import StatsSource
 from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerCounters, SchedulerStats
 
@@ -34,7 +34,7 @@ class Publisher:
 
 def test_a_report_combines_load_and_the_parts_of_all_sources() -> None:
     sink, parallel = ListSink[SchedulerStats](), ParallelState(dp_rank=1, dp_size=2)
-    sources: StatsSources = {"counters": Requests(), "publisher": Publisher()}
+    sources: dict[str, StatsSource[object]] = {"counters": Requests(), "publisher": Publisher()}
     emitter = MetricsEmitter(parallel=parallel, load=Load(), sink=sink, sources=sources)
     emitter.emit()
     assert sink.sent == [
@@ -70,7 +70,7 @@ class LaterCounters:
         return SchedulerCounters(num_requests_total=self.first.asked)
 
 
-def sources(counters: Counters) -> StatsSources:
+def sources(counters: Counters) -> dict[str, StatsSource[object]]:
     return {"publisher": counters, "counters": LaterCounters(counters)}
 
 

@@ -32,8 +32,10 @@ DECLARATIONS = {
     "scheduler_engine/frontend/errors.py": "errors",
     "scheduler_engine/text/text_tokenizer.py": "a port",
     "scheduler_components/values/batches.py": "values",
+    "scheduler_components/values/metric.py": "a description, and a value",
     "scheduler_components/values/decisions.py": "values",
     "scheduler_components/values/forward_pass.py": "values",
+    "scheduler_components/values/kv_events.py": "values",
     "scheduler_components/values/grammar.py": "values",
     "scheduler_components/values/outputs.py": "values",
     "scheduler_components/values/receive.py": "values",
@@ -49,6 +51,7 @@ TOGETHER = {
     "scheduler_refactor/test_harness.py": "workload_search",
     "scheduler_refactor/test_measurement.py": "leave_order measure_report source_index source_tree",
     "scheduler_refactor/test_move.py": "apply body_checks code_edits host_tree prepare refusals rename text_edits",
+    "kv_events/test_endpoints.py": "stream_address",
 }
 """Modules of a folder that are tested as one subject, by the test file of that subject."""
 
@@ -60,6 +63,7 @@ SUBJECTS = {
     "test_deploy.py": "the files of deploy/",
     "test_docs.py": "the documents",
     "test_examples.py": "docs/examples",
+    "test_footprint.py": "what one part loads",
     "test_layers.py": "imports of all modules",
     "test_mirror.py": "this file",
     "test_rank_gating.py": "the publishing components over all ranks of an engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, field
 
 import pytest
@@ -137,7 +138,7 @@ def test_held_and_waiting_requests_are_answered_at_the_end() -> None:
     rank.step("request:a:1")
     rank.source.frames += [b"request:b:1", b"block:", b"request:c:1", b"request:d:1"]
     for _ in range(4):
-        rank.receiver.blocker.stats.copy()
+        copy(rank.receiver.blocker.stats)
         rank.receiver._pending += [
             each
             for frame in rank.source.poll(1)

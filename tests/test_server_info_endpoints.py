@@ -30,7 +30,8 @@ from scheduler_components.kv_events import (
     ZmqEventPublisher,
     open_event_publisher,
 )
-from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader
+from scheduler_components.load import open_zmq_load_reader
+from scheduler_components.metrics import ZmqReportSink
 from scheduler_components.values import LoadSnapshot
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
@@ -217,7 +218,7 @@ def test_ports_assigned_by_the_system_are_advertised_and_found(host: str) -> Non
                 load=gauge.sinks[0].endpoint,
             )
             for rank, publisher, gauge in zip(ranks, publishers, gauges, strict=True)
-            if isinstance(publisher, ZmqEventPublisher) and gauge.sinks and isinstance(gauge.sinks[0], ZmqLoadSink)
+            if isinstance(publisher, ZmqEventPublisher) and gauge.sinks and isinstance(gauge.sinks[0], ZmqReportSink)
         ]
         info = kv_events_server_info(config, block_size=16, dp_size=2, publishers=bound)
         assert info.keys() == {"kv_events"}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from observability.jetstream.addresses import LogAddress
 from observability.jetstream.config import JetStreamConfig
-from observability.jetstream.log_writer import LogStats
 from scheduler_components._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ __all__ = [
     "LogAddress",
     "open_jetstream_writer",
     "JetStreamWriter",
-    "LogStats",
     "open_jetstream_subscriber",
     "JetStreamSubscriber",
 ]

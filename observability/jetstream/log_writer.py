@@ -9,8 +9,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import attrs
-import msgspec
 
+from observability.kv_stream import LogStats
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot
 from scheduler_components.kv_events import BatchEncoder, EventStream
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
@@ -23,10 +23,8 @@ __all__ = [
     "REQUEST_PAUSE_S",
     "SNAPSHOT_CHECK_S",
     "LogLimits",
-    "LogStats",
     "LogTraffic",
     "LogWriter",
-    "LogWriterCounters",
 ]
 
 HEARTBEAT_INTERVAL_S = 0.5
@@ -99,54 +97,6 @@ class _StoredSnapshot:
     num_late: int = 0
 
 
-@dataclass(slots=True)
-class LogWriterCounters:
-    """Counters of a writer. Every counter only grows.
-
-    Attributes:
-        stored: batches that the broker has acknowledged.
-        retried: batches sent again, because no acknowledgement came.
-        collapsed: batches that only the snapshot has: the broker was unreachable for too long, they were larger than
-            its messages, or another client had used their id.
-        bases: snapshots stored.
-        failures: messages and snapshots that the broker did not accept.
-    """
-
-    stored: int = 0
-    retried: int = 0
-    collapsed: int = 0
-    bases: int = 0
-    failures: int = 0
-
-
-class LogStats(msgspec.Struct, frozen=True, gc=False):
-    """State and counters of one written stream since it was opened.
-
-    Attributes:
-        rank: number of the stream.
-        subject: of its messages.
-        is_connected: the broker is reachable.
-        is_superseded: another writer took the stream over, and this one stopped.
-        last_seq: number of the last batch, -1 before the first.
-        waiting: batches that the broker does not have yet.
-        stored, retried, collapsed, bases, failures: see ``LogWriterCounters``.
-        broker_losses: times that the connection to the broker was lost.
-    """
-
-    rank: int
-    subject: str
-    is_connected: bool = False
-    is_superseded: bool = False
-    last_seq: int = -1
-    waiting: int = 0
-    stored: int = 0
-    retried: int = 0
-    collapsed: int = 0
-    bases: int = 0
-    failures: int = 0
-    broker_losses: int = 0
-
-
 @dataclass(slots=True, kw_only=True)
 class LogWriter:
     """One stream's numbers, replay buffer and snapshot, and how much of it the broker has.
@@ -169,7 +119,7 @@ class LogWriter:
     traffic: LogTraffic
     upstream: str | None = None
     log_seq: int = 0
-    counters: LogWriterCounters = field(default_factory=LogWriterCounters)
+    counters: LogStats = field(init=False)
     _stream: EventStream = field(init=False)
     _encoder: BatchEncoder = field(default_factory=BatchEncoder, init=False)
     _next_out: int = field(default=0, init=False)  # the next number to hand out to the sender
@@ -184,6 +134,7 @@ class LogWriter:
     _num_late: int = field(default=0, init=False)  # its ``_StoredSnapshot.num_late``
 
     def __post_init__(self) -> None:
+        self.counters = LogStats(self.rank)
         self.start_epoch(self.epoch)
 
     def start_epoch(self, epoch: bytes) -> None:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import replace
+
 from observability.jetstream.addresses import LogAddress
 from observability.jetstream.broker_preparation import PAUSE_S, BrokerPreparation
 from observability.jetstream.config import JetStreamConfig
@@ -26,12 +28,12 @@ from observability.jetstream.log_writer import (
     MAX_IN_FLIGHT,
     SNAPSHOT_CHECK_S,
     LogLimits,
-    LogStats,
     LogTraffic,
     LogWriter,
 )
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.jetstream.nats_sink import JetStreamSink, WrittenStream
+from observability.kv_stream import LogStats
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
 from scheduler_components import DecodeError
 from scheduler_components._internal.extras import naming_extras
@@ -158,19 +160,14 @@ class JetStreamWriter:
             return {rank: self._stats_of(stream) for rank, stream in self._streams.items()}
 
     def _stats_of(self, stream: WrittenStream) -> LogStats:
-        writer, counters = stream.writer, stream.writer.counters
-        return LogStats(
-            rank=stream.address.rank,
+        writer = stream.writer
+        return replace(
+            writer.counters,
             subject=stream.address.subject,
             is_connected=self.thread.is_connected,
             is_superseded=stream.ownership.is_superseded,
             last_seq=writer.stream.next_sequence - 1,
             waiting=writer.num_waiting,
-            stored=counters.stored,
-            retried=counters.retried,
-            collapsed=counters.collapsed,
-            bases=counters.bases,
-            failures=counters.failures,
             broker_losses=self.thread.num_disconnects,
         )
 

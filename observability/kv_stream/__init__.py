@@ -15,7 +15,7 @@ from observability.kv_stream.frames import FrameParser
 from observability.kv_stream.rank_set import RankSet
 from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.stream_state import StreamState
-from observability.kv_stream.stream_stats import StreamPosition, StreamStats
+from observability.kv_stream.stream_stats import LogStats, RelayedStreamStats, StreamPosition, StreamStats
 from observability.kv_stream.view import BlockView, CountingView
 from scheduler_components._internal.lazy import lazy_exports
 from scheduler_components.events import Tier
@@ -61,6 +61,8 @@ __all__ = [
     "StreamState",
     "StreamPosition",
     "StreamStats",
+    "LogStats",
+    "RelayedStreamStats",
     # which rank holds which block
     "BlockView",
     "RankSet",

@@ -1,7 +1,6 @@
 """The relay: follows the streams of any engine with this wire, and publishes them again with the whole contract.
 
-``open_relay`` with ``RelaySource`` and ``ZmqSinkFactory`` is the core of the command ``scheduler-components relay``. A
-sink of another kind comes from a ``RelaySinkFactory``.
+``open_relay`` with ``RelaySource`` and ``RelaySinks`` is the core of the command ``scheduler-components relay``.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from scheduler_components._internal.lazy import lazy_exports
 if TYPE_CHECKING:
     from observability.relay.source import RelaySource
     from observability.relay.status import RelayStatus, parse_relay_config
-    from observability.relay.stream import RelaySinkFactory
-    from observability.relay.tee_sink import TeeSinkFactory
-    from observability.relay.zmq_relay import RelayConfig, RelayedStreamStats, ZmqRelay, open_relay
-    from observability.relay.zmq_sinks import ZmqSinkFactory
+    from observability.relay.zmq_relay import RelayConfig, ZmqRelay, open_relay
+    from observability.relay.zmq_sinks import RelaySinks
 
 __all__ = [
     # running one
@@ -26,22 +23,17 @@ __all__ = [
     "RelaySource",
     "parse_relay_config",
     # where it publishes
-    "RelaySinkFactory",
-    "ZmqSinkFactory",
-    "TeeSinkFactory",
+    "RelaySinks",
     # its status
     "RelayStatus",
-    "RelayedStreamStats",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
-        "observability.relay.tee_sink": "TeeSinkFactory",
         "observability.relay.source": "RelaySource",
         "observability.relay.status": "RelayStatus parse_relay_config",
-        "observability.relay.stream": "RelaySinkFactory",
-        "observability.relay.zmq_relay": "RelayConfig RelayedStreamStats ZmqRelay open_relay",
-        "observability.relay.zmq_sinks": "ZmqSinkFactory",
+        "observability.relay.zmq_relay": "RelayConfig ZmqRelay open_relay",
+        "observability.relay.zmq_sinks": "RelaySinks",
     },
 )

@@ -22,7 +22,8 @@ from msgspec.structs import astuple, replace
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, KVCacheEvent, KVEventBatch
 from scheduler_components.events import WireEvent, true_runs
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, DecodedBatch
-from scheduler_components.kv_events.codec import decode_event, slice_event
+from scheduler_components.kv_events.codec import slice_event
+from scheduler_components.kv_events.decoder import decode_event
 
 __all__ = ["RawCleared", "PassthroughDecoder", "RawRemoved", "RawStored", "SourceEncoding", "split_removal"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from observability.kv_stream import StreamState
-from observability.relay.stream import RelaySinkFactory
-from observability.relay.zmq_relay import RelayedStreamStats, SourceStats, ZmqRelay
+from observability.kv_stream import RelayedStreamStats, StreamState
+from observability.relay.zmq_relay import SourceStats, ZmqRelay
+from observability.relay.zmq_sinks import RelaySinks
 from scheduler_components import ConfigError, __version__
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.values import LoadSnapshot
@@ -47,7 +47,7 @@ class RelayStatus:
     """
 
     relay: ZmqRelay
-    sinks: RelaySinkFactory
+    sinks: RelaySinks
     block_size: int | None = None
 
     def health_problem(self) -> str | None:

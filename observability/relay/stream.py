@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import DecodedBatch
 from scheduler_components.ports import KvEventSink
 
-__all__ = ["RelaySink", "RelaySinkFactory", "RelayedStream", "SourceListener"]
+__all__ = ["RelaySink", "RelayedStream", "SourceListener"]
 
 
 class RelaySink(KvEventSink, Protocol):
@@ -29,34 +29,13 @@ class RelaySink(KvEventSink, Protocol):
         ...
 
 
-class RelaySinkFactory(Protocol):
-    """Opens the sink of each rank's stream, as ``ZmqSinkFactory`` does."""
-
-    @property
-    def dialect(self) -> str:
-        """The dialect of the sinks. In ``native``, an event is forwarded as the received bytes."""
-        ...
-
-    def open(self, rank: int) -> RelaySink:
-        """Open the sink of one rank's stream. Called once per rank.
-
-        Raises:
-            ConfigError, StartError: the sink cannot be opened; nothing stays open.
-        """
-        ...
-
-    def server_info(self, block_size: int | None, num_streams: int) -> dict[str, object]:
-        """Return the keys of ``/server_info`` by which readers find the streams."""
-        ...
-
-
 @dataclass(slots=True)
 class RelayedStream:
     """The published stream of one rank.
 
     Attributes:
         rank: stamped on its batches.
-        sink: publishes it.
+        sinks: publish it; the counters are those of the first.
         wall_clock: seconds since the epoch, for batches that the relay itself creates.
         merger: of its sources.
         block_size: tokens per block of the last stored event; None before the first.
@@ -65,7 +44,7 @@ class RelayedStream:
     """
 
     rank: int
-    sink: RelaySink
+    sinks: Sequence[RelaySink]
     wall_clock: Callable[[], float] = time.time
     merger: SourceMerger = field(default_factory=SourceMerger)
     block_size: int | None = None
@@ -85,17 +64,21 @@ class RelayedStream:
         if isinstance(first, BlockStored) and first.block_size:  # an offload tier may not know it
             self.block_size = first.block_size
         rows = ValidatedEvents(self.encoding.rows(events))
-        self.sink.publish(KVEventBatch(ts or self.wall_clock(), rows, self.rank))
+        batch = KVEventBatch(ts or self.wall_clock(), rows, self.rank)
+        for sink in self.sinks:
+            sink.publish(batch)
 
     def send_upstream_state(self) -> None:
         """Publish how far the relay knows the stream."""
-        self.sink.set_upstream_state(self.merger.upstream)
+        for sink in self.sinks:
+            sink.set_upstream_state(self.merger.upstream)
 
     def flush(self) -> None:
         """Send the pending batches."""
         if self.has_pending:
             self.has_pending = False
-            self.sink.idle()
+            for sink in self.sinks:
+                sink.idle()
 
 
 class SourceListener(NullStreamListener):

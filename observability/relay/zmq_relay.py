@@ -19,6 +19,7 @@ import msgspec
 from observability.kv_stream import (
     CountingView,
     FollowPolicy,
+    RelayedStreamStats,
     StreamState,
     StreamStats,
     Subscriber,
@@ -27,12 +28,12 @@ from observability.kv_stream import (
 )
 from observability.relay.passthrough import PassthroughDecoder
 from observability.relay.source import RelaySource
-from observability.relay.stream import RelayedStream, RelaySinkFactory, SourceListener
+from observability.relay.stream import RelayedStream, SourceListener
+from observability.relay.zmq_sinks import RelaySinks
 from scheduler_components import ComponentError
 from scheduler_components.kv_events import BatchDecoder, CurveClientKeys, StreamAddress
-from scheduler_components.values import PublisherStats
 
-__all__ = ["RelayConfig", "RelayedStreamStats", "SourceStats", "ZmqRelay", "open_relay"]
+__all__ = ["RelayConfig", "SourceStats", "ZmqRelay", "open_relay"]
 
 _SEARCH_TIMEOUT_S = 5.0
 _SEARCH_INTERVAL_S = 2.0
@@ -68,26 +69,6 @@ class SourceStats(msgspec.Struct, frozen=True):
     streams: Mapping[int, StreamStats]
 
 
-class RelayedStreamStats(msgspec.Struct, frozen=True):
-    """State of one published stream.
-
-    Attributes:
-        rank: of the stream.
-        state: that of its least trusted source.
-        is_whole: every source is live.
-        num_sources: its sources, including those that do not answer.
-        block_size: tokens per block of the last stored event, None before the first.
-        publisher: the counters of its sink.
-    """
-
-    rank: int
-    state: StreamState
-    is_whole: bool
-    num_sources: int
-    block_size: int | None
-    publisher: PublisherStats
-
-
 @dataclass(slots=True)
 class _Followed:
     """A source and its subscriber. ``addresses`` is empty until the source is found."""
@@ -120,7 +101,7 @@ class ZmqRelay:
     """
 
     config: RelayConfig
-    sinks: RelaySinkFactory
+    sinks: RelaySinks
     report: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     streams: dict[int, RelayedStream] = field(default_factory=dict)
@@ -146,7 +127,8 @@ class ZmqRelay:
                 if followed.subscriber is not None:
                     followed.subscriber.close()
             for stream in self.streams.values():
-                stream.sink.shutdown()
+                for sink in stream.sinks:
+                    sink.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- following ---
@@ -229,7 +211,7 @@ class ZmqRelay:
             listener=SourceListener(key, self.streams),
             keys=self.config.keys,
             view=CountingView(),
-            new_decoder=PassthroughDecoder if self.sinks.dialect == "native" else BatchDecoder,
+            new_decoder=PassthroughDecoder if self.sinks.settings.dialect == "native" else BatchDecoder,
         )
         self._set_problem(followed, "")
 
@@ -279,7 +261,7 @@ class ZmqRelay:
                     is_whole=stream.merger.upstream is None,
                     num_sources=stream.merger.num_sources,
                     block_size=stream.block_size,
-                    publisher=stream.sink.stats(),
+                    publisher=stream.sinks[0].stats(),
                 )
                 for rank, stream in sorted(self.streams.items())
             ]
@@ -294,7 +276,7 @@ class ZmqRelay:
         yield from ((stats.rank, stats) for stats in self.stream_stats())
 
 
-def open_relay(config: RelayConfig, *, sinks: RelaySinkFactory, report: Callable[[str], None]) -> ZmqRelay:
+def open_relay(config: RelayConfig, *, sinks: RelaySinks, report: Callable[[str], None]) -> ZmqRelay:
     """Follow every source that answers, and publish. Use the relay in a ``with`` block, or close it.
 
     The relay reports a source that does not answer, and searches for it again every few seconds.

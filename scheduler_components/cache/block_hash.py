@@ -19,7 +19,7 @@ from struct import iter_unpack, unpack
 import msgspec
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.values import DEFAULT_WEIGHT_VERSION
+from scheduler_components.events import DEFAULT_WEIGHT_VERSION
 
 __all__ = [
     "DIGEST_BYTES",

@@ -90,26 +90,6 @@ class TableMatch:
         return f"<TableMatch {self.num_tokens} tokens, pages {self.page_array.tolist()}>"
 
 
-class _NullTableRecorder:
-    """The recorder of a cache that records no events."""
-
-    __slots__ = ()
-
-    num_collapses = 0
-
-    def store(self, block_hashes: Sequence[int], token_ids: Sequence[int], parent: int | None, **names: object) -> None:
-        pass
-
-    def remove(self, block_hashes: Sequence[int]) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-    def take_events(self) -> tuple[KVCacheEvent, ...]:
-        return ()
-
-
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class BlockTableCache:
     """A table of full pages over a pool, by the rules at the top of this file.
@@ -144,7 +124,7 @@ class BlockTableCache:
     _block_of: list[_Block | None] = field(init=False)
     _references: list[int] = field(init=False)
     _evictable: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)
-    _recorder: BlockTableRecorder | _NullTableRecorder = field(init=False)
+    _recorder: BlockTableRecorder | None = field(default=None, init=False)
 
     def __post_init__(self, record: bool) -> None:
         check_integer("page_size", self.page_size)
@@ -157,8 +137,9 @@ class BlockTableCache:
         self.pool.allocate(self.first_page)
         self._block_of = [None] * self.pool.num_pages
         self._references = [0] * self.pool.num_pages
-        # Beyond two turnovers of the pool, the present content is shorter than the backlog.
-        self._recorder = BlockTableRecorder(self.page_size, 2 * num_pages) if record else _NullTableRecorder()
+        if record:
+            # Beyond two turnovers of the pool, the present content is shorter than the backlog.
+            self._recorder = BlockTableRecorder(self.page_size, 2 * num_pages)
 
     @property
     def first_page(self) -> int:
@@ -193,7 +174,7 @@ class BlockTableCache:
     @property
     def num_event_collapses(self) -> int:
         """How often the present content replaced the recorded events, because they were not taken for too long."""
-        return self._recorder.num_collapses
+        return self._recorder.num_collapses if self._recorder is not None else 0
 
     def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> TableMatch:
         """Find the longest cached prefix, in whole pages. It changes nothing, not even the order of eviction.
@@ -246,7 +227,7 @@ class BlockTableCache:
         for block, page in zip(path[num_known:], fresh, strict=True):
             block.pages.append(page)
             self._block_of[page] = block
-        if fresh:
+        if fresh and self._recorder is not None:
             parent = path[num_known - 1].block_hash if num_known else None
             tokens_of_fresh = token_ids[num_known * self.page_size : len(given) * self.page_size]
             self._recorder.store(
@@ -328,7 +309,8 @@ class BlockTableCache:
             block.pages.remove(page)
             if not block.pages:
                 del self._table[block.key]
-            self._recorder.remove((block.block_hash,))
+            if self._recorder is not None:
+                self._recorder.remove((block.block_hash,))
         self.pool.free_cached(evicted)
         return num_evicted
 
@@ -349,7 +331,8 @@ class BlockTableCache:
         self.pool.free_cached(array("I", self._evictable))
         self._evictable.clear()
         self._table.clear()
-        self._recorder.clear()
+        if self._recorder is not None:
+            self._recorder.clear()
         if weight_version is not None:
             self.namespace = weight_namespace(weight_version)
 
@@ -358,7 +341,7 @@ class BlockTableCache:
 
         Call it every step. A block is stored with its first copy and removed with its last one.
         """
-        return self._recorder.take_events()
+        return self._recorder.take_events() if self._recorder is not None else ()
 
     def block_hashes(self) -> Iterator[int]:
         """Iterate over the hashes of all blocks of the table, parents before children."""

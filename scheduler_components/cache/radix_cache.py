@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -20,12 +20,14 @@ from scheduler_components.cache.block_hash import (
 from scheduler_components.cache.lru_list import LruList
 from scheduler_components.cache.page_pool import PagePool
 from scheduler_components.cache.radix_tree import PathMatch, RadixNode, RadixTree
-from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder, device_medium
+from scheduler_components.cache.recorder import EventRecorder, device_medium
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.events import KVCacheEvent, MediumGroup, medium_group
-from scheduler_components.ports import DecisionSink, NullDecisionLog
 
-__all__ = ["LowerTiers", "NullLowerTiers", "PrefixMatch", "RadixCache"]
+if TYPE_CHECKING:
+    from scheduler_components.ports import DecisionSink
+
+__all__ = ["LowerTiers", "PrefixMatch", "RadixCache"]
 
 
 class PrefixMatch(msgspec.Struct, frozen=True, gc=False):
@@ -79,25 +81,6 @@ class LowerTiers(Protocol):
         ...
 
 
-class NullLowerTiers:
-    """The lower tiers of a cache that has only the device."""
-
-    num_pages = 0
-    media_of = staticmethod(device_medium)
-
-    def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        pass
-
-    def join(self, upper: RadixNode, lower: RadixNode) -> bool:
-        return True
-
-    def on_computed(self, node: RadixNode) -> None:
-        pass
-
-    def on_evicted(self, node: RadixNode) -> bool:
-        return False
-
-
 _NO_PAGES = array("I")
 
 
@@ -116,8 +99,8 @@ class RadixCache:
     Attributes:
         page_size: tokens per page.
         capacity_tokens: size of the KV pool, rounded down to whole pages.
-        lower: the tiers below the device; a hierarchical cache gives its own.
-        decisions: where it notes what it evicts.
+        lower: the tiers below the device, of a hierarchical cache.
+        decisions: where it notes what it evicts, if anywhere.
         namespace: of calls that give none.
         num_locks: calls of `lock` without their `unlock`.
         tree, pool, lru, recorder: the parts, for a cache that is built on this one. Schedulers do not use them.
@@ -129,14 +112,14 @@ class RadixCache:
     page_size: int
     capacity_tokens: int
     record: InitVar[bool] = False
-    lower: LowerTiers = field(default_factory=NullLowerTiers)
-    decisions: DecisionSink = field(default_factory=NullDecisionLog)
+    lower: LowerTiers | None = None
+    decisions: DecisionSink | None = None
     namespace: PrefixNamespace = field(default=DEFAULT_NAMESPACE, init=False)
     num_locks: int = field(default=0, init=False)
     tree: RadixTree = field(init=False)
     pool: PagePool = field(init=False)
     lru: LruList = field(init=False)
-    recorder: EventRecorder | NullEventRecorder = field(init=False)
+    recorder: EventRecorder | None = field(default=None, init=False)
 
     def __post_init__(self, record: bool) -> None:
         check_integer("page_size", self.page_size)
@@ -145,14 +128,16 @@ class RadixCache:
             hint = f"give at least page_size={self.page_size}"
             raise ConfigError("capacity_tokens", self.capacity_tokens, "does not hold one page", hint)
         self.capacity_tokens = num_pages * self.page_size
-        self.tree = RadixTree(self.page_size, hashed=record or self.lower.num_pages > 0)
+        lower = self.lower
+        num_lower_pages = 0 if lower is None else lower.num_pages
+        self.tree = RadixTree(self.page_size, hashed=record or num_lower_pages > 0)
         self.pool = PagePool(num_pages)
         self.lru = LruList()
-        # Beyond two turnovers of all pools, the present content is shorter than the backlog.
-        max_pending_blocks = 2 * (num_pages + self.lower.num_pages)
-        self.recorder = (
-            EventRecorder(self.tree, max_pending_blocks, self.lower.media_of) if record else NullEventRecorder()
-        )
+        if record:
+            # Beyond two turnovers of all pools, the present content is shorter than the backlog.
+            max_pending_blocks = 2 * (num_pages + num_lower_pages)
+            media_of = device_medium if lower is None else lower.media_of
+            self.recorder = EventRecorder(self.tree, max_pending_blocks, media_of)
 
     @property
     def free_tokens(self) -> int:
@@ -172,7 +157,7 @@ class RadixCache:
     @property
     def num_event_collapses(self) -> int:
         """How often the present content replaced the event backlog, because the events were not taken for too long."""
-        return self.recorder.num_collapses
+        return self.recorder.num_collapses if self.recorder is not None else 0
 
     def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> PrefixMatch:
         """Find the longest cached prefix, in whole pages, and mark it as the most recently used.
@@ -300,8 +285,10 @@ class RadixCache:
             self.pool.free_cached(node.pages)
         self.tree.clear()
         self.lru.clear()
-        self.recorder.record_cleared()
-        self.decisions.note("clear", self.pool.num_free, weight_version or "")
+        if self.recorder is not None:
+            self.recorder.record_cleared()
+        if self.decisions is not None:
+            self.decisions.note("clear", self.pool.num_free, weight_version or "")
         if weight_version is not None:
             self.namespace = weight_namespace(weight_version)
 
@@ -310,7 +297,7 @@ class RadixCache:
 
         Call it every step. ``EventRecorder`` bounds the events that wait.
         """
-        return self.recorder.take_events()
+        return self.recorder.take_events() if self.recorder is not None else ()
 
     def block_hashes(self) -> Iterator[int]:
         """Iterate over the hashes of all cached pages, parents before children. Use it in checks, not in steps."""
@@ -360,7 +347,8 @@ class RadixCache:
         """Cut a node after ``cut`` pages. Return the upper part."""
         upper = self.tree.split(node, cut)
         self.lru.split(upper, node)
-        self.lower.split(upper, node)
+        if self.lower is not None:
+            self.lower.split(upper, node)
         return upper
 
     def mark_joinable(self, node: RadixNode) -> None:
@@ -389,16 +377,19 @@ class RadixCache:
 
     def _evict_node(self, node: RadixNode) -> None:
         """Remove a node from the device. A lower tier keeps it, or it leaves the tree."""
-        self.decisions.note("evict", node.pages[0], node.num_pages)
+        if self.decisions is not None:
+            self.decisions.note("evict", node.pages[0], node.num_pages)
         self.pool.free_cached(node.pages)
-        self.recorder.record_removed(node)
-        if not self.lower.on_evicted(node):
+        if self.recorder is not None:
+            self.recorder.record_removed(node)
+        if self.lower is None or not self.lower.on_evicted(node):
             self.tree.remove(node)
 
     def _put(self, node: RadixNode, pages: array[int]) -> None:
         """Set a node's pages, which the pool counts as cached."""
         node.pages = pages
-        self.recorder.record_stored(node)
+        if self.recorder is not None:
+            self.recorder.record_stored(node)
 
     def insert_path(
         self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace
@@ -427,14 +418,15 @@ class RadixCache:
             page_bytes = self.tree.page_bytes
             tail = packed[known * page_bytes : len(given) * page_bytes]
             leaf = self.tree.append(path[-1] if path else self.tree.root, tail, given[known:], namespace)
-            self.recorder.record_stored(leaf)
-            self.lower.on_computed(leaf)
+            if self.recorder is not None:
+                self.recorder.record_stored(leaf)
+            if self.lower is not None:
+                self.lower.on_computed(leaf)
             path.append(leaf)
         self.lru.touch(reversed(path))
         return path
 
     def match_from_path(self, path: list[RadixNode]) -> PrefixMatch:
-        """Return a path on the device as a match."""
         pages = _pages_of(path)
         return PrefixMatch(len(pages) * self.page_size, pages, path[-1] if path else self.tree.root)
 
@@ -444,7 +436,7 @@ class RadixCache:
             upper = node.parent
             if upper is None or not self.tree.can_join(node) or not self.lru.were_used_together(upper, node):
                 continue
-            if self.lower.join(upper, node):
+            if self.lower is None or self.lower.join(upper, node):
                 self.lru.joined(upper)
                 self.tree.join(node)
 
@@ -455,7 +447,8 @@ class RadixCache:
             end += node.num_pages
             if end > first_page:
                 self._put(node, pages[end - node.num_pages : end])
-                self.lower.on_computed(node)
+                if self.lower is not None:
+                    self.lower.on_computed(node)
 
 
 def _pages_of(path: list[RadixNode]) -> array[int]:

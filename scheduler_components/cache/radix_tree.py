@@ -234,7 +234,6 @@ class RadixTree:
         upper.children = {}
 
     def remove(self, leaf: RadixNode) -> None:
-        """Remove a leaf from the tree."""
         assert leaf.parent is not None
         assert not leaf.children
         del leaf.parent.children[leaf.key]

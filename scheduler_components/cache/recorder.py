@@ -16,7 +16,7 @@ from scheduler_components.cache.block_hash import (
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, ValidatedEvents
 
-__all__ = ["MAX_EVENT_TOKENS", "EventBacklog", "EventRecorder", "NullEventRecorder", "device_medium"]
+__all__ = ["MAX_EVENT_TOKENS", "EventBacklog", "EventRecorder", "device_medium"]
 
 MAX_EVENT_TOKENS = 65_536
 """Maximum tokens of one BlockStored, and hashes of one BlockRemoved. A longer run becomes several events.
@@ -78,26 +78,6 @@ class EventBacklog:
         self.events = []
         self._num_blocks = 0
         self.is_collapsed = False
-
-
-class NullEventRecorder:
-    """Record nothing: the recorder of a rank that owns no stream."""
-
-    __slots__ = ()
-
-    num_collapses = 0
-
-    def record_stored(self, node: RadixNode, medium: str | None = None) -> None:
-        pass
-
-    def record_removed(self, node: RadixNode, medium: str | None = None) -> None:
-        pass
-
-    def record_cleared(self) -> None:
-        pass
-
-    def take_events(self) -> tuple[KVCacheEvent, ...]:
-        return ()
 
 
 class EventRecorder:

@@ -32,7 +32,6 @@ from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NullKvMetricsSink
 from scheduler_components.values import KvMetrics, LoadSnapshot, MemoryLoad
 
 __all__ = ["COMPONENTS", "SglangComponents", "SglangKvEvents", "SglangLoadPublisher", "read_parallel_state"]
@@ -180,7 +179,7 @@ def open_kv_events(scheduler: Any, parallel: ParallelState, settings: KVEventsCo
                 max_running_requests=scheduler.max_running_requests,
                 capacity_tokens=scheduler.max_total_num_tokens,
             ),
-            metrics_sink=SglangKvMetricsSink(socket=socket) if stream and socket else NullKvMetricsSink(),
+            metrics_sink=SglangKvMetricsSink(socket=socket) if stream and socket else None,
         ),
         stream=stream,
     )
@@ -241,12 +240,12 @@ class SglangLoggedLoadSource:
 
 @dataclass(slots=True, kw_only=True)
 class SglangKvMetricsSink:
-    """The port ``KvMetricsSink`` over SGLang's socket, with SGLang's own struct and serialization."""
+    """The port ``ReportSink`` of ``KvMetrics`` over SGLang's socket, with SGLang's own struct and serialization."""
 
     socket: Any
 
     @property
-    def wants_metrics(self) -> bool:
+    def wants_reports(self) -> bool:
         """False once SGLang has closed its socket."""
         return not self.socket.closed
 
@@ -308,7 +307,7 @@ def _compose_loads(scheduler: Any, parallel: ParallelState) -> SglangLoadSource:
         read=_pool_reader(scheduler), capacity_tokens=scheduler.max_total_num_tokens, page_size=scheduler.page_size
     )
     return SglangLoadSource(
-        inquirer=LoadInquirer(parallel=parallel, queues=queues, pool=pool, rates=queues, sections=queues),
+        inquirer=LoadInquirer(parallel=parallel, queues=queues, pool=pool, rates=queues, sections=queues.load_sections),
         queues=queues,
         pool=pool,
         capacity_tokens=capacity_tokens,
@@ -347,7 +346,7 @@ class SglangLoadPublisher:
     @property
     def enable(self) -> bool:
         """Return whether a sink wants the load."""
-        return any(sink.wants_load for sink in self.component.sinks)
+        return any(sink.wants_reports for sink in self.component.sinks)
 
     def publish_load_stat(self, *_: Callable[[], Any], force: bool = False, **__: Any) -> None:
         """Publish the load. The component reads its own report and ignores the one that SGLang passes."""

@@ -47,7 +47,6 @@ class AckQueue(Generic[Operation]):
         return number in self._results
 
     def push(self, number: int, operation: Operation) -> None:
-        """Append an operation."""
         self._operations.append((number, operation))
         self._pending.append(number)
         self._results[number] = None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -19,7 +21,6 @@ from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDi
 from scheduler_components.events import TIER_MEDIUM, KVCacheEvent, MediumGroup, Tier, medium_group
 from scheduler_components.hicache.controller import HiCacheController
 from scheduler_components.hicache.host_tier_pool import HostTierPool
-from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.hicache.prefetch_queue import PrefetchQueue
@@ -29,13 +30,15 @@ from scheduler_components.ports import (
     AllocationSink,
     DecisionSink,
     HostPages,
-    NullPageHook,
     PageHolders,
     PageHook,
     PageMover,
 )
 from scheduler_components.values import TierStats
 from scheduler_components.values.page_operations import Instruction, IoEvent
+
+if TYPE_CHECKING:
+    from scheduler_components.hicache.memory import HostPool
 
 __all__ = ["HiRadixCache", "HiCacheStepper"]
 
@@ -81,7 +84,7 @@ class HiRadixCache:
         num_host_pages: int,
         policy: HiCachePolicy | None = None,
         record: bool = False,
-        page_hook: PageHook = NullPageHook(),
+        page_hook: PageHook | None = None,
     ) -> None:
         if num_host_pages < 1:
             raise ConfigError(
@@ -343,12 +346,11 @@ class HiRadixCache:
 
     def stats(self) -> TierStats:
         """Return a copy of the counters."""
-        stats = self._transfers.stats.copy()
+        stats = copy(self._transfers.stats)
         stats.pages_dropped = self._tiers.num_dropped_pages
         return stats
 
     def num_pages_on(self, tier: Tier) -> int:
-        """Return the number of pages on ``tier``."""
         return self._tiers.membership.num_pages[tier]
 
     def __repr__(self) -> str:

@@ -171,7 +171,6 @@ class FilePageStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all pages in the directory."""
         return self._directory.used_bytes
 
     def batch_exists(self, keys: Sequence[str]) -> int:

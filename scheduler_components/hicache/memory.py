@@ -82,7 +82,6 @@ class HostMemory:
         return self._pages.reshape(-1).data if self.layout == "page_first" else None
 
     def layer_view(self, layer: int) -> HostLayerView:
-        """Return the memory of one layer of all pages."""
         return self._pages[:, layer].swapaxes(0, 1)
 
     def view(self, page: int) -> memoryview | None:
@@ -117,7 +116,6 @@ class SimulatedDeviceMemory:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the device."""
         return int(self.layers.shape[1])
 
     def write(self, page: int, content: PageBytes) -> None:
@@ -130,7 +128,6 @@ class SimulatedDeviceMemory:
         return self.layers[:, page].tobytes()
 
     def host_buffer(self, num_pages: int) -> npt.NDArray[np.uint8]:
-        """Return host memory for ``num_pages`` pages."""
         return np.zeros(num_pages * self.shape.page_bytes, np.uint8)
 
     def wait_for_compute_stream(self) -> None:
@@ -192,7 +189,6 @@ class HostPool:
 
     @property
     def num_pages(self) -> int:
-        """Pages in the pool."""
         return self._pages.num_pages
 
     @property

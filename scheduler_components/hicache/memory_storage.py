@@ -31,7 +31,6 @@ class MemoryPageStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all pages."""
         return self._used_bytes
 
     def batch_exists(self, keys: Sequence[str]) -> int:

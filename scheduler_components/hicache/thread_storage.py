@@ -37,7 +37,6 @@ class DeadlinePageStore:
         self._abandoned: Future[None] = Future()  # done once close() has stopped waiting for the store
 
     def start(self) -> None:
-        """Start the worker."""
         self._worker.start()
 
     def batch_exists(self, keys: Sequence[str]) -> int:

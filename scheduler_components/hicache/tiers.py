@@ -24,7 +24,7 @@ from scheduler_components.cache import PrefixNamespace, RadixCache, RadixNode
 from scheduler_components.cache.block_hash import DIGEST_BYTES, block_hashes_of
 from scheduler_components.cache.lru_list import LruList
 from scheduler_components.cache.radix_tree import RadixTree
-from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder
+from scheduler_components.cache.recorder import EventRecorder
 from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.events import TIER_MEDIUM, Tier
 from scheduler_components.ports import HostPages, PageHook
@@ -54,7 +54,7 @@ class TierMembership:
 
     __slots__ = ("_recorder", "digest", "host_pages", "num_pages", "stored")
 
-    def __init__(self, recorder: EventRecorder | NullEventRecorder) -> None:
+    def __init__(self, recorder: EventRecorder | None) -> None:
         self._recorder = recorder
         self.host_pages: dict[RadixNode, array[int]] = {}
         self.stored: set[RadixNode] = set()
@@ -62,7 +62,6 @@ class TierMembership:
         self.num_pages = dict.fromkeys(Tier, 0)
 
     def tiers_of(self, node: RadixNode) -> tuple[Tier, ...]:
-        """Return the tiers of a node."""
         on = (Tier.DEVICE, bool(node.pages)), (Tier.HOST, node in self.host_pages), (Tier.STORAGE, node in self.stored)
         return tuple(tier for tier, is_on in on if is_on)
 
@@ -78,26 +77,30 @@ class TierMembership:
         """Record that the host holds the node in ``pages``."""
         self.host_pages[node] = pages
         self._count(node, Tier.HOST, 1)
-        self._recorder.record_stored(node, TIER_MEDIUM[Tier.HOST])
+        if self._recorder is not None:
+            self._recorder.record_stored(node, TIER_MEDIUM[Tier.HOST])
 
     def remove_from_host(self, node: RadixNode) -> array[int]:
         """Record that the host no longer holds the node; return its host pages."""
         self._count(node, Tier.HOST, -1)
-        self._recorder.record_removed(node, TIER_MEDIUM[Tier.HOST])
+        if self._recorder is not None:
+            self._recorder.record_removed(node, TIER_MEDIUM[Tier.HOST])
         return self.host_pages.pop(node)
 
     def place_in_storage(self, node: RadixNode) -> None:
         """Record that storage holds the node."""
         self.stored.add(node)
         self._count(node, Tier.STORAGE, 1)
-        self._recorder.record_stored(node, TIER_MEDIUM[Tier.STORAGE])
+        if self._recorder is not None:
+            self._recorder.record_stored(node, TIER_MEDIUM[Tier.STORAGE])
 
     def clear_storage_index(self, node: RadixNode) -> None:
         """Count the node as not stored. No effect if it was not."""
         if node in self.stored:
             self.stored.remove(node)
             self._count(node, Tier.STORAGE, -1)
-            self._recorder.record_removed(node, TIER_MEDIUM[Tier.STORAGE])
+            if self._recorder is not None:
+                self._recorder.record_removed(node, TIER_MEDIUM[Tier.STORAGE])
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Handle the split of a node into ``upper`` and ``lower``: both are on the tiers of the node."""
@@ -172,7 +175,6 @@ class HostTier:
         return self.num_pages - self.num_pages_used
 
     def release(self, pages: array[int] | tuple[int, ...]) -> None:
-        """Release committed pages."""
         self.pages.release(pages)
         self.num_pages_used -= len(pages)
 
@@ -198,7 +200,6 @@ class HostTier:
 
     @property
     def locked(self) -> Set[RadixNode]:
-        """The locked nodes."""
         return self._locks.keys()
 
     def num_locks(self, node: RadixNode) -> int:
@@ -258,7 +259,7 @@ class TierTree:
         host: HostPages,
         num_host_pages: int,
         record: bool,
-        page_hook: PageHook,
+        page_hook: PageHook | None = None,
     ) -> None:
         self._page_hook = page_hook
         self.host = HostTier(pages=host, num_pages=num_host_pages)
@@ -271,7 +272,6 @@ class TierTree:
 
     @property
     def tree(self) -> RadixTree:
-        """The tree of all tiers."""
         return self.device.tree
 
     # --- LowerTiers: called by the device's cache ---
@@ -306,7 +306,8 @@ class TierTree:
 
     def on_computed(self, node: RadixNode) -> None:
         """Record that a request has computed the pages of this node."""
-        self._page_hook.on_computed(bytes(node.digests), node.pages)
+        if self._page_hook is not None:
+            self._page_hook.on_computed(bytes(node.digests), node.pages)
         self._enter_device(node)
 
     def on_evicted(self, node: RadixNode) -> bool:
@@ -384,7 +385,8 @@ class TierTree:
         Raises:
             CacheIntegrityError: the page hook finds other content in the pages.
         """
-        self._page_hook.on_loaded_back(bytes(node.digests), pages)
+        if self._page_hook is not None:
+            self._page_hook.on_loaded_back(bytes(node.digests), pages)
         self.device.attach(node, pages)
         self._enter_device(node)
 
@@ -403,7 +405,8 @@ class TierTree:
         """
         self.loading_back.remove(node)
         if is_ok:
-            self._page_hook.on_loaded_back(bytes(node.digests), node.pages)
+            if self._page_hook is not None:
+                self._page_hook.on_loaded_back(bytes(node.digests), node.pages)
             self.device.mark_joinable(node)
         else:
             self.device.detach(node)

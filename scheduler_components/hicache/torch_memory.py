@@ -85,7 +85,6 @@ class TorchDeviceMemory:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors."""
         return self.keys[0].device
 
     @property
@@ -100,7 +99,6 @@ class TorchDeviceMemory:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the device."""
         return self.keys[0].shape[0]
 
     @property
@@ -113,7 +111,6 @@ class TorchDeviceMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pool."""
         return self.num_pages * self.shape.page_bytes
 
     def host_buffer(self, num_pages: int) -> npt.NDArray[np.uint8]:

@@ -7,7 +7,7 @@ collects their changes and makes their rows. Three passes, or a call per event, 
 
 - **Rows.** Most events set no option, or only their medium. They become tuples, or structs with exactly these fields.
   All other events become an array without trailing None, or a map without None. One pass over their options
-  (``_num_stored_fields``) checks the types and finds the last one that is set.
+  (``_field_counter``) checks the types and finds the last one that is set.
 - **Checks.** Packing tokens and hashes with ``struct`` is the fastest check of many integers: 3 ns each, as long as
   encoding one. If it fails, ``validated_event`` looks again and names the field. The events of this kit's caches were
   checked when their tokens entered the cache (``ValidatedEvents``), so they are converted without checks. One error
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from struct import Struct
 from struct import error as PackError
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import astuple
@@ -163,80 +163,34 @@ def _is_valid_option(name: str, value: tuple[Any, ...]) -> bool:
     return True
 
 
-# The next two functions check one option after the other by its name. A loop over the names takes five times as long
-# (benchmarks, codec: "64 events with all fields").
+_OPTION_CHECKS: dict[object, str] = {str: "type({}) is str", int: "type({}) is int"}
+_OPTION_CHECKS |= {"extra_keys": "are_extra_keys({})", "lookahead_token_ids": "are_lookahead_tokens({})"}
 
 
-def _num_stored_fields(values: tuple[Any, ...]) -> int:
-    """Return the number of fields of a stored event up to its last set option; 0 if readers refuse an option.
+_FieldCounter: TypeAlias = Callable[[tuple[Any, ...]], int]
 
-    The medium is not checked.
+
+def _field_counter(kind: type[WireEvent]) -> _FieldCounter:
+    """Return the function that counts an event's fields up to its last set option; 0 if readers refuse an option.
+
+    Its source checks one option after the other by name, as ``dataclasses`` writes ``__init__``: a loop over the
+    options takes five times as long (benchmarks, codec: "64 events with all fields"). ``rows_with_changes`` checks the
+    fields before.
     """
-    (
-        _, _, _, _, _, _,
-        lora_name, extra_keys, group_idx, cache_salt, session_id, kind, window, locality, ownership, lookahead,
-    ) = values  # fmt: skip
-    count = 6
-    if lora_name is not None:
-        if type(lora_name) is not str:
-            return 0
-        count = 7
-    if extra_keys is not None:
-        if not _are_extra_keys(extra_keys):
-            return 0
-        count = 8
-    if group_idx is not None:
-        if type(group_idx) is not int:
-            return 0
-        count = 9
-    if cache_salt is not None:
-        if type(cache_salt) is not str:
-            return 0
-        count = 10
-    if session_id is not None:
-        if type(session_id) is not str:
-            return 0
-        count = 11
-    if kind is not None:
-        if type(kind) is not str:
-            return 0
-        count = 12
-    if window is not None:
-        if type(window) is not int:
-            return 0
-        count = 13
-    if locality is not None:
-        if type(locality) is not str:
-            return 0
-        count = 14
-    if ownership is not None:
-        if type(ownership) is not str:
-            return 0
-        count = 15
-    if lookahead is not None:
-        if not _are_lookahead_tokens(lookahead):
-            return 0
-        count = 16
-    return count
+    names = kind.__struct_fields__
+    first = names.index("medium") + 1
+    lines = ["def count_fields(values):", f"    {', '.join(names)} = values", f"    count = {first}"]
+    for number, name in enumerate(names[first:], first + 1):
+        check = _OPTION_CHECKS.get(name) or _OPTION_CHECKS[get_args(_WRITTEN[kind][name])[0]]
+        lines += [f"    if {name} is not None:", f"        if not {check.format(name)}:", "            return 0"]
+        lines += [f"        count = {number}"]
+    scope: dict[str, Any] = {"are_extra_keys": _are_extra_keys, "are_lookahead_tokens": _are_lookahead_tokens}
+    exec("\n".join([*lines, "    return count"]), scope)  # noqa: S102 - the source names fields and contains no input
+    return scope["count_fields"]  # type: ignore[no-any-return]
 
 
-def _num_removed_fields(values: tuple[Any, ...]) -> int:
-    """Return the same for a removed event."""
-    _, _, group_idx, locality, ownership = values
-    count = 2
-    if group_idx is not None:
-        if type(group_idx) is not int:
-            return 0
-        count = 3
-    if locality is not None:
-        if type(locality) is not str:
-            return 0
-        count = 4
-    if ownership is not None:
-        if type(ownership) is not str:
-            return 0
-        count = 5
-    return count
+_count_stored_fields, _count_removed_fields = _field_counter(BlockStored), _field_counter(BlockRemoved)
+_STORED, _REMOVED = (BlockStored.__name__,), (BlockRemoved.__name__,)
 
 
 def unknown_event(event: object) -> TypeError:
@@ -315,9 +269,6 @@ def _wire_kind(event: KVCacheEvent) -> type[WireEvent]:
 
 _RowMaker: TypeAlias = Callable[[tuple[Any, ...], int], Any]
 """Returns the row of an event of one kind: of all its values, and the number of fields up to its last set option."""
-
-_STORED: tuple[Any, ...] = (BlockStored.__name__,)
-_REMOVED: tuple[Any, ...] = (BlockRemoved.__name__,)
 
 
 def _row_struct(kind: type[WireEvent], names: Iterable[str], **config: Any) -> Callable[..., Any]:
@@ -408,26 +359,15 @@ class DialectWriter:
     def rows_with_changes(
         self, events: Sequence[Any], are_validated: bool, with_changes: bool = True
     ) -> tuple[list[Any], BlockChanges] | None:
-        """Return the rows and the changes of events; None if an event needs a closer check (``validate``).
-
-        Args:
-            events: of one batch.
-            are_validated: the values were checked before.
-            with_changes: False may return no changes, in less time.
-
-        Raises:
-            struct.error: an event needs a closer check.
-        """
+        """Return the rows and changes of events. None and struct.error say that an event needs a closer check."""
         rows: list[Any] = []
         changes: list[tuple[type[WireEvent], BlockLocation, int]] = []
         hashes: list[int] = []
         parents: list[int] = []
-        last_kind: object = None  # of the last change
-        last_place: object = None
-        num_tokens = valid_size = None  # of the previous event
         pack_tokens: Any = None
-        is_array, make_stored, make_removed = self._is_array, self._makers[BlockStored], self._makers[BlockRemoved]
-        only_rows = are_validated and not with_changes  # otherwise packing the changes checks the hashes
+        row: Any
+        last_kind = last_place = valid_size = num_tokens = None  # of the last change, and of the last checked event
+        is_array, only_rows = self._is_array, are_validated and not with_changes
         for event in events:
             kind = type(event)
             if kind is BlockStored:
@@ -437,86 +377,80 @@ class DialectWriter:
                 if not are_validated:
                     if type(block_hashes) is not tuple or type(token_ids) is not tuple:
                         return None
-                    if block_size is not valid_size:
-                        if type(block_size) is not int or block_size < 1:
-                            return None
-                        valid_size = block_size
                     count = len(token_ids)
+                    if block_size is not valid_size or count != num_tokens:
+                        valid_size, num_tokens, pack_tokens = block_size, count, _token_packer(block_size, count)
                     if count != len(block_hashes) * block_size or (lora_id is not None and type(lora_id) is not int):
                         return None
-                    if count != num_tokens:
-                        num_tokens, pack_tokens = count, TOKEN_PACKERS[count]
                     pack_tokens(*token_ids)
-                    if parent is not None:
-                        parents.append(parent)
+                    parents.append(-1 if parent is None else parent)
                 if (
-                    event.lora_name is None
-                    and event.extra_keys is None
-                    and event.group_idx is None
-                    and event.cache_salt is None
-                    and event.session_id is None
-                    and event.kv_cache_spec_kind is None
-                    and event.kv_cache_spec_sliding_window is None
-                    and event.locality is None
-                    and event.ownership is None
-                    and event.lookahead_token_ids is None
-                ):
+                    event.lora_name is None and event.extra_keys is None and event.group_idx is None
+                    and event.cache_salt is None and event.session_id is None and event.kv_cache_spec_kind is None
+                    and event.kv_cache_spec_sliding_window is None and event.locality is None
+                    and event.ownership is None and event.lookahead_token_ids is None
+                ):  # fmt: skip
                     if is_array:
                         row = ("BlockStored", block_hashes, parent, token_ids, block_size, lora_id, medium)
-                        rows.append(row if medium is not None else row[:-1])
+                        row = row if medium is not None else row[:-1]
                     elif medium is None:
-                        rows.append(self._stored(block_hashes, parent, token_ids, block_size, lora_id))
+                        row = self._stored(block_hashes, parent, token_ids, block_size, lora_id)
                     else:
-                        rows.append(
-                            self._stored_on_medium(block_hashes, parent, token_ids, block_size, lora_id, medium)
-                        )
+                        row = self._stored_on_medium(block_hashes, parent, token_ids, block_size, lora_id, medium)
                 else:
-                    values = astuple(event)
-                    num_fields = _num_stored_fields(values)
-                    if not num_fields:
-                        return None
-                    rows.append(_STORED + values[:num_fields] if is_array else make_stored(values, num_fields))
-                    if not (event.group_idx is None and event.locality is None and event.ownership is None):
-                        place = block_location(medium, event.group_idx, event.locality, event.ownership)
-            elif kind is BlockRemoved:
-                block_hashes = event.block_hashes
-                place = medium = event.medium
-                if type(block_hashes) is not tuple:
-                    return None
+                    row, place = self._row_with_options(event, _count_stored_fields, _STORED)
+            elif kind is BlockRemoved and type(event.block_hashes) is tuple:
+                block_hashes, place = event.block_hashes, event.medium
                 if event.group_idx is None and event.locality is None and event.ownership is None:
-                    rows.append(
-                        self._removed(block_hashes) if medium is None else self._removed_on_medium(block_hashes, medium)
-                    )
+                    row = self._removed(block_hashes) if place is None else self._removed_on_medium(block_hashes, place)
                 else:
-                    values = astuple(event)
-                    num_fields = _num_removed_fields(values)
-                    if not num_fields:
-                        return None
-                    rows.append(_REMOVED + values[:num_fields] if is_array else make_removed(values, num_fields))
-                    place = block_location(medium, event.group_idx, event.locality, event.ownership)
-            elif kind is AllBlocksCleared:
-                rows.append(self._cleared)
-                changes.append((AllBlocksCleared, LOCAL_GPU, len(hashes)))
-                last_kind = None
-                continue
+                    row, place = self._row_with_options(event, _count_removed_fields, _REMOVED)
             else:
-                return None
+                row, place, block_hashes = self._cleared_row(event), None, ()
+            rows.append(row)
             if only_rows:
                 continue
-            if place is not last_place or kind is not last_kind:
-                if medium is not None and type(medium) is not str:
-                    return None
-                if place != last_place or kind is not last_kind:
-                    location = (
-                        LOCAL_GPU if place is None else place if type(place) is tuple else (place, None, None, None)
-                    )
-                    changes.append((kind, location, len(hashes)))
-                    last_kind, last_place = kind, place
+            if kind is not last_kind or (place is not last_place and place != last_place):
+                changes.append((kind, _location(event, place), len(hashes)))
+                last_kind, last_place = kind, place
             hashes += block_hashes
-        if only_rows:
-            return rows, ()
-        packed = pack_changes(changes, hashes, parents)
+        packed = () if only_rows else pack_changes(changes, hashes, parents)
         return None if packed is None else (rows, packed)
+
+    def _cleared_row(self, event: Any) -> Any:
+        if type(event) is not AllBlocksCleared:
+            raise PackError("another event needs a closer check")
+        return self._cleared
+
+    def _row_with_options(self, event: Any, count_fields: _FieldCounter, tag: tuple[str]) -> tuple[Any, Any]:
+        """Return the row and the place of an event with options other than its medium."""
+        values = astuple(event)
+        num_fields = count_fields(values)
+        if not num_fields:
+            raise PackError("an option needs a closer check")
+        row = tag + values[:num_fields] if self._is_array else self._makers[type(event)](values, num_fields)
+        medium, group_idx, locality, ownership = event.medium, event.group_idx, event.locality, event.ownership
+        if group_idx is None and locality is None and ownership is None:
+            return row, medium
+        return row, block_location(medium, group_idx, locality, ownership)
+
+
+def _token_packer(block_size: Any, count: int) -> Callable[..., bytes]:
+    """Return what packs the tokens of an event, after a check of its block size."""
+    if type(block_size) is not int or block_size < 1:
+        raise PackError("the block size needs a closer check")
+    return TOKEN_PACKERS[count]
+
+
+def _location(event: Any, place: Any) -> BlockLocation:
+    """Return the location of an event: its place, unless that is only a medium."""
+    if event.__class__ is AllBlocksCleared:
+        return LOCAL_GPU
+    if event.medium is not None and type(event.medium) is not str:
+        raise PackError("the medium needs a closer check")
+    if place is not event.medium:
+        return place  # type: ignore[no-any-return]
+    return LOCAL_GPU if place is None else (place, None, None, None)
 
 
 # The dialects.

@@ -1,5 +1,4 @@
-"""Addresses of sockets: one (``Endpoint``), all of an engine (``PortPlan``), those of a stream as its publisher bound
-them (``ListeningStream``) and as a reader connects to them (``StreamAddress``).
+"""Addresses of sockets: one (``Endpoint``) and all of an engine (``PortPlan``).
 
 Each is parsed and validated once and is immutable afterwards. Only this module parses endpoint texts; other code uses
 the properties of an :class:`Endpoint` (``is_wildcard``, ``is_ipv6``) and never searches the text. It accepts what
@@ -24,8 +23,7 @@ __all__ = [
     "MAX_PORT",
     "Endpoint",
     "PortPlan",
-    "ListeningStream",
-    "StreamAddress",
+    "named_endpoints",
 ]
 
 MAX_PORT = 65_535
@@ -223,6 +221,15 @@ class Endpoint:
             )
         return binds
 
+    def check_leaves_process(self, *, field: str) -> None:
+        """Check that other processes can reach the address.
+
+        Raises:
+            ConfigError: it is an inproc address.
+        """
+        if self.transport == "inproc":
+            raise ConfigError(field, str(self), "does not leave the process", "give a tcp or ipc address")
+
     @property
     def binds(self) -> bool:
         """True if a PUB socket binds by default: wildcards, ipc and inproc."""
@@ -258,7 +265,7 @@ class Endpoint:
         return f"tcp://[{self.host}]:{self.port}" if self.is_ipv6 else f"tcp://{self.host}:{self.port}"
 
 
-def _named(events: Endpoint, replay: Endpoint | None, load: Endpoint | None) -> list[tuple[str, Endpoint]]:
+def named_endpoints(events: Endpoint, replay: Endpoint | None, load: Endpoint | None) -> list[tuple[str, Endpoint]]:
     """Return the endpoints that are not None, each with its setting's name in ``KVEventsConfig``."""
     named = [("endpoint", events), ("replay_endpoint", replay), ("load_endpoint", load)]
     return [(field, endpoint) for field, endpoint in named if endpoint is not None]
@@ -293,7 +300,7 @@ class PortPlan:
 
     def __attrs_post_init__(self) -> None:
         check_integer("stream_count", self.stream_count, "is not a number of streams")
-        ranges = _named(self.events, self.replay, self.load)
+        ranges = named_endpoints(self.events, self.replay, self.load)
         for field, base in ranges:
             base.offset(self.stream_count - 1, field=field)
         for (field, base), (other_field, other) in combinations(ranges, 2):
@@ -330,88 +337,3 @@ class PortPlan:
         if type(index) is not int or not 0 <= index < self.stream_count:
             raise ConfigError("index", index, "is not a stream of this plan", f"give 0 to {self.stream_count - 1}")
         return base.offset(index)
-
-
-@attrs.frozen(kw_only=True)
-class ListeningStream:
-    """The addresses of one stream's open sockets, with the ports that the system chose.
-
-    A process that opens publishers creates one per stream and passes it to the server of ``/server_info``.
-
-    Attributes:
-        rank: number of the stream (``ParallelState.kv_stream_index``).
-        events: address of its PUB socket.
-        replay: address of its replay ROUTER; None without replay.
-        load: address of its load gauge; None without a gauge.
-
-    Raises:
-        ConfigError: an address is not tcp, so a reader on another machine could not connect, or has port 0.
-    """
-
-    rank: int
-    events: Endpoint
-    replay: Endpoint | None = None
-    load: Endpoint | None = None
-
-    def __attrs_post_init__(self) -> None:
-        check_integer("rank", self.rank, "is not a rank", at_least=0)
-        for field, endpoint in _named(self.events, self.replay, self.load):
-            if not endpoint.port:
-                raise ConfigError(field, str(endpoint), "is not tcp with a port", "give what the open socket says")
-
-    @classmethod
-    def parse(cls, rank: int, events: str, *, replay: str | None = None, load: str | None = None) -> ListeningStream:
-        """Parse the addresses of an open publisher and of its load sink.
-
-        Raises:
-            ConfigError: a text is not an address, or not tcp.
-        """
-        return cls(
-            rank=rank,
-            events=Endpoint.parse(events),
-            replay=None if replay is None else Endpoint.parse(replay, field="replay_endpoint"),
-            load=None if load is None else Endpoint.parse(load, field="load_endpoint"),
-        )
-
-    def with_host(self, host: str) -> ListeningStream:
-        """Replace wildcards by a node's own address, for readers that reached another node.
-
-        Raises:
-            ConfigError: ``host`` is invalid.
-        """
-        events, replay, load = (
-            each.with_host(host) if each is not None and each.is_wildcard else each
-            for each in (self.events, self.replay, self.load)
-        )
-        assert events is not None
-        return attrs.evolve(self, events=events, replay=replay, load=load)
-
-
-@attrs.frozen(kw_only=True)
-class StreamAddress:
-    """The addresses of one stream's live batches, replay and load gauge, as a reader connects to them.
-
-    Attributes:
-        rank: the stream's number in views and tables; to follow several workers, give each stream its own.
-        block_size: tokens per block as the worker advertises it; None if it does not.
-
-    Raises:
-        ConfigError: a reader cannot connect to an endpoint: a wildcard, port 0, or inproc.
-    """
-
-    rank: int
-    events: Endpoint
-    replay: Endpoint | None = None
-    load: Endpoint | None = None
-    topic: str = ""
-    block_size: int | None = None
-
-    def __attrs_post_init__(self) -> None:
-        for field, endpoint in _named(self.events, self.replay, self.load):
-            if endpoint.transport == "inproc" or endpoint.is_wildcard or endpoint.port == 0:
-                raise ConfigError(
-                    field,
-                    str(endpoint),
-                    "cannot be dialled",
-                    "give the host and port on which the publisher listens",
-                )

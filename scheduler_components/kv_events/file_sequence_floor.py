@@ -81,18 +81,16 @@ class LockedFloorFile:
         self._lock.remove()
 
 
-def open_sequence_floor(path: Path | None, *, wanted: int) -> SequenceFloor:
+def open_sequence_floor(path: Path, *, wanted: int) -> SequenceFloor:
     """Choose the first number of an epoch: at least ``wanted``, and above all numbers of earlier epochs with this file.
 
     Args:
-        path: the file, created if it is absent; None keeps no floor and returns ``wanted``.
+        path: the file, created if it is absent.
         wanted: for example the wall clock in microseconds.
 
     Raises:
         StartError: another publisher uses the file, it is no regular file or is damaged, or it cannot be written.
     """
-    if path is None:
-        return SequenceFloor(None, wanted)
     try:
         lock = acquire_file_lock(path.with_name(f"{path.name}.lock"))
     except BlockingIOError as error:

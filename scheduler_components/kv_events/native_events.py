@@ -358,7 +358,6 @@ class NativeDialectWriter:
 
 @cache
 def native_writer() -> NativeDialectWriter:
-    """Return the writer of the dialect ``native``."""
     return NativeDialectWriter()
 
 

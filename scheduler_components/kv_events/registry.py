@@ -29,7 +29,6 @@ ENTRY_POINT_GROUP = "scheduler_components.event_publishers"
 PublisherConstructor: TypeAlias = Callable[..., EventPublisher]
 """A publisher's class, or a function that returns a publisher. It offsets its endpoints by the rank itself."""
 
-
 OpenPublisher: TypeAlias = Callable[[KVEventsConfig, int], EventPublisher]
 """Opens the publisher of a configuration and a stream's index."""
 

@@ -74,20 +74,20 @@ class SequenceFloor:
     """The floor of one stream in one epoch. The sender of the numbers closes it.
 
     Args:
-        file: keeps the floor; None keeps none.
+        file: keeps the floor.
         first: the first number of the epoch.
     """
 
     __slots__ = ("_file", "_renew_at", "first")
 
-    def __init__(self, file: FloorFile | None, first: int) -> None:
+    def __init__(self, file: FloorFile, first: int) -> None:
         self._file = file
-        self._renew_at = first + _RESERVED // 2 if file else _HIGHEST
+        self._renew_at = first + _RESERVED // 2
         self.first = first
 
     def reserve_above(self, next_sequence: int) -> None:
         """Reserve more numbers when ``next_sequence`` approaches the end of the reservation. Cheap; never raises."""
-        if next_sequence < self._renew_at or self._file is None:
+        if next_sequence < self._renew_at:
             return
         try:
             self._file.replace(_content(next_sequence + _RESERVED))
@@ -98,7 +98,7 @@ class SequenceFloor:
 
     def close(self, next_sequence: int) -> None:
         """Return unused numbers and close the file. Safe to call twice; never raises."""
-        if self._file is None or not self._file.is_open:
+        if not self._file.is_open:
             return
         try:
             self._file.replace(_content(next_sequence))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from struct import Struct
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 
@@ -36,7 +36,7 @@ from scheduler_components.events import (
     signed_block_hash,
     true_runs,
 )
-from scheduler_components.kv_events.codec import ENCODE_ERRORS, batch_rank, decode_event, slice_event
+from scheduler_components.kv_events.codec import ENCODE_ERRORS, batch_rank, slice_event
 from scheduler_components.kv_events.dialects import BlockChange, BlockChanges
 from scheduler_components.kv_events.native_events import summarize_event, validated_native_event
 
@@ -124,7 +124,7 @@ class PayloadRef(msgspec.Struct, gc=False):
 
     Attributes:
         serial: its number among all references of its state, in the order of storing.
-        content: the events, in a form that the state's run reader knows.
+        content: the events, in a form that the state knows.
         num_bytes: size of ``content``; 0 until it is complete.
         num_stored: blocks in it; a block that was stored twice counts twice.
         num_cached: blocks that have been neither removed nor stored again since.
@@ -137,14 +137,6 @@ class PayloadRef(msgspec.Struct, gc=False):
     num_stored: int = 0
     num_cached: int = 0
     half_gone_at: int = -1
-
-
-class _RunReader(Protocol[T]):
-    """Decodes the content of payload references."""
-
-    def runs(self, content: Any, /) -> Sequence[BlockRun[T]]:
-        """Return the stored events of a content, in order."""
-        ...
 
 
 # The tables of a location. Python copies a table in one go when it has grown, which stalls the step: with 131,072
@@ -194,19 +186,19 @@ class CachedBlocks(Generic[T]):
     """The cached blocks by location and hash. A block belongs to the reference that stored it last.
 
     Args:
-        reader: decodes the runs of its references.
+        runs_of: returns the stored events of a reference's content, in order.
 
     Attributes:
         num_bytes, num_stored: size of the complete contents with a cached block, and the number of their blocks.
         half_gone: references of which half is gone; the owner of the state processes them.
     """
 
-    __slots__ = ("_num_refs", "_reader", "_refs", "_locations", "half_gone", "num_bytes", "num_stored")
+    __slots__ = ("_num_refs", "_runs_of", "_refs", "_locations", "half_gone", "num_bytes", "num_stored")
 
-    def __init__(self, reader: _RunReader[T]) -> None:
+    def __init__(self, runs_of: Callable[[Any], Sequence[BlockRun[T]]]) -> None:
         self.num_bytes = self.num_stored = 0
         self.half_gone: deque[PayloadRef] = deque()
-        self._reader = reader
+        self._runs_of = runs_of
         self._locations: dict[BlockLocation, _Tables] = {}
         self._refs: dict[int, PayloadRef] = {}  # with content, by serial
         self._num_refs = 0
@@ -318,7 +310,7 @@ class CachedBlocks(Generic[T]):
 
     def runs_of(self, ref: PayloadRef) -> Sequence[BlockRun[T]]:
         """Return the runs of a reference, in order."""
-        return self._reader.runs(ref.content)
+        return self._runs_of(ref.content)
 
     def cached_runs(self, ref: PayloadRef) -> list[BlockRun[T]]:
         """Return the runs of a reference of which at least one block is cached and belongs to it."""
@@ -619,6 +611,9 @@ def _events_of(content: bytes) -> list[msgspec.Raw]:
 
 
 def _summarize_unusual_event(raw: bytes) -> _Summary | None:
+    # Imported here, because a publisher does not decode what its own encoder wrote.
+    from scheduler_components.kv_events.decoder import decode_event
+
     try:
         summary = summarize_event(decode_event(raw))
     except DecodeError:
@@ -664,7 +659,7 @@ class StreamSnapshot:
         self._shared_bytes = shared_bytes
         self._max_gone_blocks = max_gone_blocks
         self._reader = PayloadReader()
-        self._state = CachedBlocks(self._reader)
+        self._state = CachedBlocks(self._reader.runs)
         self._filling: PayloadRef | None = None  # gathers payloads until they are large enough
         self._gathered: list[bytes] = []
         self._num_gathered_bytes = 0
@@ -757,13 +752,6 @@ def _as_list(payloads: Sequence[bytes]) -> bytes:
 # Merge the batches of a queue that has grown too long.
 
 
-class _OneRun:
-    """Reads references that are one run each."""
-
-    def runs(self, content: BlockRun[Any]) -> Sequence[BlockRun[Any]]:
-        return (content,)
-
-
 def merge_batches(batches: Iterable[EventBatch]) -> KVEventBatch | None:
     """Return one batch with the effect of ``batches``: cleared, then removed, then stored, parents first.
 
@@ -771,7 +759,7 @@ def merge_batches(batches: Iterable[EventBatch]) -> KVEventBatch | None:
     left, 9 bytes on the wire, and a later clear drops that, too. Returns None without batches. Events that cannot be
     encoded are kept, so that the encoder refuses them by name.
     """
-    state: CachedBlocks[Any] = CachedBlocks(_OneRun())
+    state: CachedBlocks[Any] = CachedBlocks(lambda run: (run,))  # a reference is one run
     removed: dict[BlockLocation, dict[int, None]] = {}
     engines_removed: list[Any] = []  # unchanged, because a field may be unknown here
     others: list[KVCacheEvent] = []

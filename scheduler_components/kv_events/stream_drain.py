@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from scheduler_components.kv_events.live_sender import LiveSender
 from scheduler_components.kv_events.replay import ReplaySessions
-from scheduler_components.kv_events.sequence_floor import SequenceFloor
 from scheduler_components.kv_events.stream import EventStream
+
+if TYPE_CHECKING:
+    from scheduler_components.kv_events.sequence_floor import SequenceFloor
 
 __all__ = ["MESSAGES_PER_TURN", "ReplayServerChannel", "ReplayServer", "StreamDrain"]
 
@@ -106,7 +108,7 @@ class StreamDrain:
         live: sends the pending batches.
         stream: of the batches.
         sessions: the open answers.
-        floor: of the stream's numbers.
+        floor: of the stream's numbers, if it is kept in a file.
         server: receives the requests and sends the answers; None without replay.
         count_peers: called once in some drains.
         clock: monotonic seconds.
@@ -133,7 +135,7 @@ class StreamDrain:
         stream: EventStream,
         sessions: ReplaySessions,
         *,
-        floor: SequenceFloor,
+        floor: SequenceFloor | None,
         server: ReplayServer | None,
         count_peers: Callable[[], object],
         clock: Callable[[], float],
@@ -168,7 +170,8 @@ class StreamDrain:
         self._num_drains += 1
         if self._num_drains % _DRAINS_PER_COUNT == 0:
             self._count_peers()
-            self._floor.reserve_above(stream.next_sequence)
+            if self._floor is not None:
+                self._floor.reserve_above(stream.next_sequence)
         unfinished = bool(live.pending) and clock() >= send_until_s
         if server is None:
             return unfinished

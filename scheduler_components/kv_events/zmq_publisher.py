@@ -27,6 +27,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -41,17 +42,14 @@ from scheduler_components.kv_events.codec import BatchEncoder
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.event_publisher import EventPublisher
-from scheduler_components.kv_events.file_sequence_floor import open_sequence_floor
 from scheduler_components.kv_events.handover import IDLE_REPLAY_S, PUBLISH_S, REQUESTS_EVERY_S, Handover
 from scheduler_components.kv_events.live_sender import LiveSender
 from scheduler_components.kv_events.replay import ReplaySessions
 from scheduler_components.kv_events.replay_messages import END_SEQ
-from scheduler_components.kv_events.sequence_floor import SequenceFloor
 from scheduler_components.kv_events.stream import EventStream
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 from scheduler_components.kv_events.stream_drain import ReplayServer, StreamDrain
 from scheduler_components.kv_events.thread_backstop import Backstop
-from scheduler_components.kv_events.zmq_auth import CurveServerKeys
 from scheduler_components.kv_events.zmq_sockets import (
     Context,
     MessageSender,
@@ -60,6 +58,10 @@ from scheduler_components.kv_events.zmq_sockets import (
     open_stream_sockets,
 )
 from scheduler_components.values import PublisherStats
+
+if TYPE_CHECKING:
+    from scheduler_components.kv_events.sequence_floor import SequenceFloor
+    from scheduler_components.kv_events.zmq_auth import CurveServerKeys
 
 __all__ = [
     "ZmqReplayServer",
@@ -215,7 +217,7 @@ class ZmqStreamSockets:
         cursors: ReplaySessions,
         live: LiveSender,
         *,
-        floor: SequenceFloor,
+        floor: SequenceFloor | None,
         is_open_bind: bool,
     ) -> None:
         self.sockets = sockets
@@ -265,7 +267,8 @@ class ZmqStreamSockets:
     def release(self) -> None:
         """Close the sockets and the sequence floor."""
         self.sockets.release()
-        self._floor.close(self._stream.next_sequence)
+        if self._floor is not None:
+            self._floor.close(self._stream.next_sequence)
 
     def stats(self, lag_s: float) -> PublisherStats:
         """Return the counters since the stream was opened."""
@@ -313,19 +316,20 @@ def open_zmq_stream(settings: KVEventsConfig, rank: int, inproc_context: Context
     plan = settings.port_plan(rank + 1)  # there are at least this many streams
     events_at, replay_at = plan.event_endpoint(rank), plan.replay_endpoint(rank)
     binds = events_at.resolve_bind(settings.bind)
-    access = CurveServerKeys.of(settings)
+    access = _read_keys(settings)
     topic = settings.topic.encode()
     encoder = BatchEncoder(settings.dialect)
-    floor = _open_floor(settings, rank)
+    first_sequence, floor = _first_sequence(settings, rank)
     stream = EventStream(
         epoch=os.urandom(EPOCH_BYTES),
         max_steps=settings.buffer_steps if replay_at else 0,
         max_bytes=settings.buffer_bytes,
-        first_sequence=floor.first,
+        first_sequence=first_sequence,
     )
     cursors = ReplaySessions(stream, encoder=encoder, rank=rank, framing=settings.replay_framing, topic=topic)
     with ExitStack() as undo:
-        undo.callback(floor.close, floor.first)
+        if floor is not None:
+            undo.callback(floor.close, first_sequence)
         sockets = open_stream_sockets(
             events_at, replay_at, hwm=settings.hwm, bind=binds, access=access, inproc_context=inproc_context
         )
@@ -343,14 +347,26 @@ def open_zmq_stream(settings: KVEventsConfig, rank: int, inproc_context: Context
     return ZmqStreamSockets(sockets, stream, cursors, live, floor=floor, is_open_bind=is_open_bind)
 
 
-def _open_floor(settings: KVEventsConfig, rank: int) -> SequenceFloor:
+def _read_keys(settings: KVEventsConfig) -> CurveServerKeys | None:
+    if settings.auth == "none":
+        return None
+    from scheduler_components.kv_events.zmq_auth import CurveServerKeys
+
+    return CurveServerKeys.of(settings)
+
+
+def _first_sequence(settings: KVEventsConfig, rank: int) -> tuple[int, SequenceFloor | None]:
     """Choose the first number. The files of further streams get a suffix, as ipc paths do."""
     if settings.seq_base == "zero":
-        return open_sequence_floor(None, wanted=0)
-    name = settings.seq_floor_file
-    path = Path(f"{name}_dp{rank}" if rank else name) if name else None
+        return 0, None
     # Microseconds, because a busy stream sends more than one batch per millisecond and would outrun its successor.
-    return open_sequence_floor(path, wanted=time.time_ns() // 1000)
+    wanted, name = time.time_ns() // 1000, settings.seq_floor_file
+    if not name:
+        return wanted, None
+    from scheduler_components.kv_events.file_sequence_floor import open_sequence_floor
+
+    floor = open_sequence_floor(Path(f"{name}_dp{rank}" if rank else name), wanted=wanted)
+    return floor.first, floor
 
 
 def _warn_if_open(*bound: Endpoint | None) -> bool:

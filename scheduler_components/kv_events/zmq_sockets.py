@@ -9,16 +9,18 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 from zmq.backend.cython import _zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from scheduler_components._internal.file_lock import FileLock, acquire_file_lock
 from scheduler_components.errors import StartError
 from scheduler_components.kv_events.endpoints import Endpoint
-from scheduler_components.kv_events.zmq_auth import CurveServerKeys
+
+if TYPE_CHECKING:
+    from scheduler_components._internal.file_lock import FileLock
+    from scheduler_components.kv_events.zmq_auth import CurveServerKeys
 
 __all__ = [
     "IpcPathLock",
@@ -94,6 +96,8 @@ def lock_ipc_path(path: str) -> IpcPathLock | None:
     """
     if path.startswith("@"):
         return None
+    from scheduler_components._internal.file_lock import acquire_file_lock
+
     try:
         lock = acquire_file_lock(Path(f"{path}.lock"))
     except BlockingIOError as error:

@@ -8,17 +8,14 @@ from scheduler_components._internal.lazy import lazy_exports
 from scheduler_components.load.token_counted_queue import CountedQueue, DispatchLedger, TokenCountedQueue
 
 if TYPE_CHECKING:
-    from scheduler_components.load.zmq_load import ZmqLoadSink, open_zmq_load_reader, open_zmq_load_sink
+    from scheduler_components.load.zmq_load import open_zmq_load_reader, open_zmq_load_sink
 
 __all__ = [
     "CountedQueue",
     "DispatchLedger",
     "TokenCountedQueue",
-    "ZmqLoadSink",
     "open_zmq_load_reader",
     "open_zmq_load_sink",
 ]
 
-__getattr__ = lazy_exports(
-    __name__, {"scheduler_components.load.zmq_load": "ZmqLoadSink open_zmq_load_reader open_zmq_load_sink"}
-)
+__getattr__ = lazy_exports(__name__, {"scheduler_components.load.zmq_load": "open_zmq_load_reader open_zmq_load_sink"})

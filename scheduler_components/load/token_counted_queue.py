@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.ports import QueuedRequest
+
+if TYPE_CHECKING:
+    from scheduler_components.ports import QueuedRequest
 
 __all__ = [
     "count_request_tokens",
@@ -40,7 +42,7 @@ def count_request_tokens(request: QueuedRequest) -> tuple[int, int]:
     return pending_tokens, min(max(0, uncached_tokens), pending_tokens)
 
 
-R = TypeVar("R", bound=QueuedRequest)
+R = TypeVar("R", bound="QueuedRequest")
 
 _request_of = itemgetter(0)  # the request of an entry
 

@@ -10,7 +10,7 @@ import math
 import attrs
 import msgspec
 
-from scheduler_components.errors import ConfigError, DecodeError
+from scheduler_components.errors import DecodeError
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.values import (
     FORWARD_PASS_VERSION,
@@ -68,8 +68,7 @@ def parse_forward_pass_endpoint(text: str, *, num_ranks: int = 1) -> Endpoint:
         ConfigError: it is not an address, does not leave the process, or is too high for ``num_ranks`` ranks.
     """
     base = Endpoint.parse(text, field="forward_pass_endpoint")
-    if base.transport == "inproc":
-        raise ConfigError("forward_pass_endpoint", text, "does not leave the process", "give a tcp or ipc address")
+    base.check_leaves_process(field="forward_pass_endpoint")
     forward_pass_endpoint(base, num_ranks - 1)
     return base
 

@@ -77,7 +77,7 @@ class OtelSpanSink:
         "failures", "_closing", "_dropped", "_ended", "_exported", "_exporter", "_fork_guard", "_lost", "_max_spans",
         "_parents_refused", "_propagator", "_queue", "_thread", "_tracer", "_wake",
     )  # fmt: skip
-    wants_spans = True
+    wants_reports = True
 
     def __init__(self, exporter: SpanExporter, *, service_name: str, max_spans: int = _MAX_SPANS) -> None:
         check_integer("max_spans", max_spans)

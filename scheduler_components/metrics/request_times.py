@@ -414,12 +414,6 @@ class RequestLatencyRecorder:
 
     def stats(self) -> LatencySnapshot:
         """Return the histograms of this moment. Copies only those that changed since the last call."""
-        histograms = self.histograms
         return LatencySnapshot(
-            histograms.time_to_first_token.snapshot(),
-            histograms.inter_token.snapshot(),
-            histograms.e2e.snapshot(),
-            histograms.queue.snapshot(),
-            histograms.prefill.snapshot(),
-            histograms.decode.snapshot(),
+            *[getattr(self.histograms, name).snapshot() for name in LatencySnapshot.__struct_fields__]
         )

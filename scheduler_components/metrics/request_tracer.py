@@ -92,7 +92,7 @@ class RequestTracer:
         The span ends now, and begins the end-to-end time earlier. So a clock that was set while the request ran moves
         the span and does not stretch it.
         """
-        if self.sink.wants_spans and self.parallel.reports_metrics:
+        if self.sink.wants_reports and self.parallel.reports_metrics:
             with self.failures.guard(_TRACING):
                 end_s = self.clock()
                 self.sink.send(

@@ -9,69 +9,22 @@ An interface with one consumer is declared in the file of that consumer.
 
 from __future__ import annotations
 
-from scheduler_components._internal.old_names import old_names
-from scheduler_components.ports.control import ComputeGate, NullComputeGate
-from scheduler_components.ports.decisions import DecisionSink, NullDecisionLog
-from scheduler_components.ports.grammar import CompiledGrammar, GrammarBackend, GrammarMatcher
-from scheduler_components.ports.kv_events import (
-    HeldBlocksSource,
-    KvEventSink,
-    KvEventSource,
-    KvMetricsSink,
-    NullHeldBlocksSource,
-    NullKvMetricsSink,
-)
-from scheduler_components.ports.load import (
-    LoadSectionsSource,
-    LoadSink,
-    LoadSource,
-    NullLoadSectionsSource,
-    NullLoadSource,
-    NullRateSource,
-    PoolSource,
-    QueuedRequest,
-    QueueSource,
-    RateSource,
-)
-from scheduler_components.ports.metrics import (
-    ForwardPassSink,
-    MetricsSink,
-    NullForwardPassSink,
-    NullMetricsSink,
-    NullSpanSink,
-    SpanSink,
-)
-from scheduler_components.ports.outputs import NullOutputSink, OutputSink
-from scheduler_components.ports.pages import (
-    CopyEvent,
-    DeviceMemory,
-    HostLayerView,
-    HostPages,
-    LayerDoneCounter,
-    NullCopyEvent,
-    NullLayerDoneCounter,
-    NullPageHook,
-    PageBytes,
-    PageHook,
-    PageMover,
-    PageStore,
-    ZeroCopyPageStore,
-)
-from scheduler_components.ports.pools import (
-    AllocationSink,
-    IdlePages,
-    NullAllocationSink,
-    NullIdlePages,
-    NullPageHolders,
-    PageHolders,
-)
-from scheduler_components.ports.scheduling import (
-    PreemptibleRequest,
-    PreemptionPolicy,
-    SchedulableRequest,
-    SchedulingPolicy,
-)
-from scheduler_components.ports.stats import StatsSource
+from typing import TYPE_CHECKING
+
+from scheduler_components._internal.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from scheduler_components.ports.control import *
+    from scheduler_components.ports.decisions import *
+    from scheduler_components.ports.grammar import *
+    from scheduler_components.ports.kv_events import *
+    from scheduler_components.ports.load import *
+    from scheduler_components.ports.metrics import *
+    from scheduler_components.ports.outputs import *
+    from scheduler_components.ports.pages import *
+    from scheduler_components.ports.pools import *
+    from scheduler_components.ports.scheduling import *
+    from scheduler_components.ports.stats import *
 
 __all__ = [
     "AllocationSink",
@@ -80,7 +33,6 @@ __all__ = [
     "CopyEvent",
     "DecisionSink",
     "DeviceMemory",
-    "ForwardPassSink",
     "GrammarBackend",
     "GrammarMatcher",
     "HeldBlocksSource",
@@ -89,28 +41,20 @@ __all__ = [
     "IdlePages",
     "KvEventSink",
     "KvEventSource",
-    "KvMetricsSink",
     "LayerDoneCounter",
-    "LoadSectionsSource",
-    "LoadSink",
     "LoadSource",
     "MetricsSink",
     "NullAllocationSink",
     "NullComputeGate",
     "NullCopyEvent",
     "NullDecisionLog",
-    "NullForwardPassSink",
     "NullHeldBlocksSource",
     "NullIdlePages",
-    "NullKvMetricsSink",
     "NullLayerDoneCounter",
-    "NullLoadSectionsSource",
-    "NullLoadSource",
     "NullMetricsSink",
-    "NullPageHolders",
-    "NullPageHook",
-    "NullRateSource",
     "NullOutputSink",
+    "NullPageHolders",
+    "NullReportSink",
     "NullSpanSink",
     "OutputSink",
     "PageBytes",
@@ -124,6 +68,7 @@ __all__ = [
     "QueueSource",
     "QueuedRequest",
     "RateSource",
+    "ReportSink",
     "SchedulableRequest",
     "SchedulingPolicy",
     "SpanSink",
@@ -131,4 +76,28 @@ __all__ = [
     "ZeroCopyPageStore",
 ]
 
-__getattr__ = old_names(__name__)
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "scheduler_components.ports.control": "ComputeGate NullComputeGate",
+        "scheduler_components.ports.decisions": "DecisionSink NullDecisionLog",
+        "scheduler_components.ports.grammar": "CompiledGrammar GrammarBackend GrammarMatcher",
+        "scheduler_components.ports.kv_events": ("HeldBlocksSource KvEventSink KvEventSource NullHeldBlocksSource"),
+        "scheduler_components.ports.load": ("LoadSource PoolSource QueueSource QueuedRequest RateSource"),
+        "scheduler_components.ports.metrics": (
+            "MetricsSink NullMetricsSink NullReportSink NullSpanSink ReportSink SpanSink"
+        ),
+        "scheduler_components.ports.outputs": "NullOutputSink OutputSink",
+        "scheduler_components.ports.pages": (
+            "CopyEvent DeviceMemory HostLayerView HostPages LayerDoneCounter NullCopyEvent NullLayerDoneCounter "
+            "PageBytes PageHook PageMover PageStore ZeroCopyPageStore"
+        ),
+        "scheduler_components.ports.pools": (
+            "AllocationSink IdlePages NullAllocationSink NullIdlePages NullPageHolders PageHolders"
+        ),
+        "scheduler_components.ports.scheduling": (
+            "PreemptibleRequest PreemptionPolicy SchedulableRequest SchedulingPolicy"
+        ),
+        "scheduler_components.ports.stats": "StatsSource",
+    },
+)

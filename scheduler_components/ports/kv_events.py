@@ -6,15 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from scheduler_components.events import EventBatch, KVCacheEvent, MediumGroup
-from scheduler_components.values import KvMetrics, PublisherStats
+from scheduler_components.values import PublisherStats
 
 __all__ = [
     "HeldBlocksSource",
     "KvEventSink",
     "KvEventSource",
-    "KvMetricsSink",
     "NullHeldBlocksSource",
-    "NullKvMetricsSink",
 ]
 
 
@@ -67,39 +65,3 @@ class KvEventSink(Protocol):
     def shutdown(self) -> None:
         """Send the pending batches within a deadline and release sockets and threads. Safe to call twice."""
         ...
-
-
-class KvMetricsSink(Protocol):
-    """Where `KvMetrics` go, usually the serving process: `ZmqKvMetricsSink`.
-
-    Called by `SchedulerKvEventsPublisher`.
-    """
-
-    @property
-    def wants_metrics(self) -> bool:
-        """False without a receiver. The publisher then neither counts nor sends."""
-        ...
-
-    def send(self, metrics: KvMetrics) -> None:
-        """Send one report without blocking; drop and count it if the receiver does not accept it.
-
-        Raises:
-            ForkedPublisherError: this process is a child of the one that opened the sink.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the sockets. Safe to call twice."""
-        ...
-
-
-class NullKvMetricsSink:
-    """The sink of a scheduler without a serving process."""
-
-    wants_metrics = False
-
-    def send(self, metrics: KvMetrics) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

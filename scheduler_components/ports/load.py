@@ -1,19 +1,14 @@
-"""Load: the queues, pool and rates that `LoadInquirer` reads, and the sinks that take its snapshots."""
+"""Load: the queues, pool and rates that `LoadInquirer` reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from typing import Protocol
 
-from scheduler_components.values import LoadSections, LoadSnapshot
+from scheduler_components.values import LoadSnapshot
 
 __all__ = [
-    "LoadSectionsSource",
-    "LoadSink",
     "LoadSource",
-    "NullLoadSectionsSource",
-    "NullLoadSource",
-    "NullRateSource",
     "PoolSource",
     "QueueSource",
     "QueuedRequest",
@@ -92,31 +87,6 @@ class RateSource(Protocol):
         ...
 
 
-class NullRateSource:
-    """The rates of a scheduler that measures none."""
-
-    gen_throughput = 0.0
-    cache_hit_rate = 0.0
-
-
-class LoadSectionsSource(Protocol):
-    """An engine with special queues, LoRA slots, drafts or disaggregation. Read by `LoadInquirer`."""
-
-    def load_sections(self) -> LoadSections:
-        """Return the optional sections of a load snapshot; None for those that this engine does not have."""
-        ...
-
-
-_NO_SECTIONS = LoadSections()
-
-
-class NullLoadSectionsSource:
-    """The source of an engine that has none of these sections."""
-
-    def load_sections(self) -> LoadSections:
-        return _NO_SECTIONS
-
-
 class LoadSource(Protocol):
     """The load of this replica: `LoadInquirer`.
 
@@ -125,31 +95,4 @@ class LoadSource(Protocol):
 
     def get_loads(self) -> LoadSnapshot:
         """Return the current load."""
-        ...
-
-
-class NullLoadSource:
-    """The load of a scheduler that reports none."""
-
-    def get_loads(self) -> LoadSnapshot:
-        return LoadSnapshot()
-
-
-class LoadSink(Protocol):
-    """Where load snapshots go. Called by `LoadPublisher`.
-
-    `ZmqLoadSink` sends them to dispatchers on the network, `ShmLoadSink` to processes of this machine.
-    """
-
-    @property
-    def wants_load(self) -> bool:
-        """False without a receiver. `LoadPublisher` then does not read the load."""
-        ...
-
-    def send(self, load: LoadSnapshot) -> None:
-        """Send one snapshot, which replaces all earlier ones. Never block. `LoadPublisher` counts an exception."""
-        ...
-
-    def close(self) -> None:
-        """Release sockets and memory. Safe to call twice."""
         ...

@@ -1,19 +1,14 @@
-"""Metrics: where the statistics of each step, of each forward pass and of each request go."""
+"""Reports: where the statistics of each step, the load, each forward pass and each request's span go."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from scheduler_components.values import ForwardPassMetrics, RequestSpan, SchedulerStats, SpanStats
+from scheduler_components.values import RequestSpan, SchedulerStats, SpanStats
 
-__all__ = [
-    "ForwardPassSink",
-    "MetricsSink",
-    "NullForwardPassSink",
-    "NullMetricsSink",
-    "NullSpanSink",
-    "SpanSink",
-]
+__all__ = ["MetricsSink", "NullMetricsSink", "NullReportSink", "NullSpanSink", "ReportSink", "SpanSink"]
+
+Report_contra = TypeVar("Report_contra", contravariant=True)
 
 
 class MetricsSink(Protocol):
@@ -37,66 +32,49 @@ class NullMetricsSink:
         pass
 
 
-class ForwardPassSink(Protocol):
-    """Where forward-pass metrics go. Called by `ForwardPassPublisher`. `ZmqForwardPassSink` sends them to planners."""
+class ReportSink(Protocol[Report_contra]):
+    """Where one kind of reports goes: `LoadSnapshot`, `KvMetrics`, `ForwardPassMetrics` or `RequestSpan`.
+
+    Called by `LoadPublisher`, `SchedulerKvEventsPublisher`, `ForwardPassPublisher` and `RequestTracer`. `ZmqReportSink`
+    sends reports over the network.
+    """
 
     @property
-    def wants_forward_passes(self) -> bool:
-        """False without a receiver. `ForwardPassPublisher` then counts nothing."""
+    def wants_reports(self) -> bool:
+        """False without a receiver. The caller then reads and counts nothing."""
         ...
 
-    def send(self, metrics: ForwardPassMetrics) -> None:
-        """Send one message. Never block. `ForwardPassPublisher` counts an exception."""
+    def send(self, report: Report_contra) -> None:
+        """Send one report. Never block: drop it if the receiver does not accept it. The caller counts an exception."""
         ...
 
     def close(self) -> None:
-        """Release the socket. Safe to call twice."""
+        """Release the sockets; send what is queued for a bounded time at most. Safe to call twice."""
         ...
 
 
-class NullForwardPassSink:
-    """The sink of a rank that reports no forward passes."""
+class NullReportSink:
+    """The sink of a rank that sends no reports of a kind."""
 
-    wants_forward_passes = False
+    wants_reports = False
 
-    def send(self, metrics: ForwardPassMetrics) -> None:
+    def send(self, report: object) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-class SpanSink(Protocol):
-    """Where the spans of ended requests go. Called by `RequestTracer`. `OtelSpanSink` exports them to OpenTelemetry."""
-
-    @property
-    def wants_spans(self) -> bool:
-        """False without a receiver. `RequestTracer` then makes no span."""
-        ...
-
-    def send(self, span: RequestSpan) -> None:
-        """Queue one span. Never block. `RequestTracer` counts an exception."""
-        ...
+class SpanSink(ReportSink[RequestSpan], Protocol):
+    """Where the spans of ended requests go: `OtelSpanSink` exports them to OpenTelemetry."""
 
     def stats(self) -> SpanStats:
         """Return the counters since the start."""
         ...
 
-    def close(self) -> None:
-        """Export what is queued, for a bounded time. Safe to call twice."""
-        ...
 
-
-class NullSpanSink:
+class NullSpanSink(NullReportSink):
     """The sink of a rank that traces no requests."""
-
-    wants_spans = False
-
-    def send(self, span: RequestSpan) -> None:
-        pass
 
     def stats(self) -> SpanStats:
         return SpanStats()
-
-    def close(self) -> None:
-        pass

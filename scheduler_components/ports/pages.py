@@ -20,7 +20,6 @@ __all__ = [
     "LayerDoneCounter",
     "NullCopyEvent",
     "NullLayerDoneCounter",
-    "NullPageHook",
     "PageBytes",
     "PageHook",
     "PageMover",
@@ -253,13 +252,3 @@ class PageHook(Protocol):
             CacheIntegrityError: a page holds the bytes of another one, or changed during the copy.
         """
         ...
-
-
-class NullPageHook:
-    """The hook of an engine that does not inspect its pages."""
-
-    def on_computed(self, digests: bytes, pages: Sequence[int]) -> None:
-        pass
-
-    def on_loaded_back(self, digests: bytes, pages: Sequence[int]) -> None:
-        pass

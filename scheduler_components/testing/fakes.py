@@ -163,9 +163,9 @@ class ListEventSink(_FailingSink):
 
 
 class ListSink(_FailingSink, Generic[T]):
-    """A ``MetricsSink``, ``KvMetricsSink``, ``LoadSink`` or ``ForwardPassSink`` that keeps every value in ``sent``."""
+    """A ``MetricsSink`` or ``ReportSink`` that keeps every value in ``sent``."""
 
-    wants_load = wants_metrics = wants_forward_passes = True
+    wants_reports = True
 
     def __init__(self) -> None:
         super().__init__()

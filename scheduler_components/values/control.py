@@ -11,7 +11,6 @@ from typing import TypeAlias
 import msgspec
 
 __all__ = [
-    "DEFAULT_WEIGHT_VERSION",
     "BeginWeightUpdate",
     "CheckWeights",
     "ClearStorageIndex",
@@ -30,9 +29,6 @@ __all__ = [
     "RollBackWeights",
     "control_request_name",
 ]
-
-DEFAULT_WEIGHT_VERSION = "default"
-"""Version of the weights that an engine starts with, as in SGLang. Block hashes are seeded by every other version."""
 
 
 class PauseMode(enum.StrEnum):

@@ -10,7 +10,6 @@ __all__ = [
     "Decision",
     "DecisionDump",
     "DecisionKind",
-    "DecisionStats",
     "DecisionValue",
     "DivergencePolicy",
     "DivergenceReport",
@@ -84,21 +83,3 @@ class DecisionDump(msgspec.Struct, frozen=True):
     rank: int
     report: DivergenceReport
     steps: tuple[tuple[int, tuple[Decision, ...]], ...]
-
-
-class DecisionStats(msgspec.Struct, frozen=True, gc=False):
-    """Counters of one rank's ``DecisionLog``. They never decrease.
-
-    Attributes:
-        num_decisions: noted decisions that are part of the digest.
-        num_divergences: agreements that found a difference; equal on all ranks.
-        num_unknown: divergences whose decision could not be named.
-        num_unregistered: noted decisions of a kind that is not registered.
-        num_replaced_values: values that cannot be encoded, and were replaced by the name of their type.
-    """
-
-    num_decisions: int = 0
-    num_divergences: int = 0
-    num_unknown: int = 0
-    num_unregistered: int = 0
-    num_replaced_values: int = 0

@@ -11,7 +11,6 @@ import msgspec
 __all__ = [
     "FORWARD_PASS_VERSION",
     "ForwardPassMetrics",
-    "ForwardPassStats",
     "QueuedRequestMetrics",
     "ScheduledRequestMetrics",
 ]
@@ -82,17 +81,3 @@ class ForwardPassMetrics(msgspec.Struct, frozen=True, gc=False):
     wall_time: float = 0.0
     scheduled_requests: ScheduledRequestMetrics = ScheduledRequestMetrics()
     queued_requests: QueuedRequestMetrics = QueuedRequestMetrics()
-
-
-class ForwardPassStats(msgspec.Struct, gc=False):
-    """Counters of a ``ForwardPassPublisher``.
-
-    Attributes:
-        sent: messages passed to the sink, heartbeats included.
-        heartbeats: heartbeats among them.
-        failed: messages lost by an exception of the queue or of the sink.
-    """
-
-    sent: int = 0
-    heartbeats: int = 0
-    failed: int = 0

@@ -13,7 +13,6 @@ __all__ = [
     "TokenOutput",
     "OutputDelta",
     "OutputBatch",
-    "OutputStats",
 ]
 
 
@@ -89,26 +88,3 @@ class OutputBatch(msgspec.Struct, frozen=True, gc=False):
 
     sequence: int
     deltas: tuple[OutputDelta, ...]
-
-
-class OutputStats(msgspec.Struct, frozen=True, gc=False):
-    """Counters of one streamer since it was created.
-
-    Attributes:
-        batches_sent, deltas_sent, tokens_sent: accepted by the receiver.
-        steps_delayed: steps whose output had to wait for the receiver.
-        requests_waiting: running requests whose output waits for the receiver.
-        ends_held, bytes_held: ended requests whose last delta waits for the receiver, and its size.
-        ends_dropped: requests whose end was never sent, because the buffer of ends was full.
-        tokens_dropped: tokens never sent.
-    """
-
-    batches_sent: int = 0
-    deltas_sent: int = 0
-    tokens_sent: int = 0
-    steps_delayed: int = 0
-    requests_waiting: int = 0
-    ends_held: int = 0
-    bytes_held: int = 0
-    ends_dropped: int = 0
-    tokens_dropped: int = 0

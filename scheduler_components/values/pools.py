@@ -16,8 +16,6 @@ __all__ = [
     "PageHolding",
     "AllocationAction",
     "AllocationRecord",
-    "PoolStats",
-    "IntegrityStats",
     "StallReport",
 ]
 
@@ -146,55 +144,6 @@ class AllocationRecord(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.action} by {self.holder} in step {self.step} ({self.component}, {self.phase})"
-
-
-class PoolStats(msgspec.Struct, frozen=True, gc=False):
-    """Usage of each page pool. Names are those of SGLang's metrics. Fields of a missing pool are None.
-
-    Attributes:
-        max_pool_usage: used / total of the fullest pool, 0 to 1.
-        full_token_usage, kv_available_tokens, kv_evictable_tokens, kv_used_tokens: the KV pool of full attention.
-        swa_token_usage, swa_available_tokens, swa_evictable_tokens, swa_used_tokens: the KV pool of sliding windows.
-        mamba_usage, mamba_available_slots, mamba_evictable_slots, mamba_used_slots: the pool of Mamba states.
-        session_held_pages: pages of all pools that sessions hold between two requests.
-    """
-
-    max_pool_usage: float
-    full_token_usage: float | None = None
-    kv_available_tokens: int | None = None
-    kv_evictable_tokens: int | None = None
-    kv_used_tokens: int | None = None
-    swa_token_usage: float | None = None
-    swa_available_tokens: int | None = None
-    swa_evictable_tokens: int | None = None
-    swa_used_tokens: int | None = None
-    mamba_usage: float | None = None
-    mamba_available_slots: int | None = None
-    mamba_evictable_slots: int | None = None
-    mamba_used_slots: int | None = None
-    session_held_pages: int = 0
-
-
-class IntegrityStats(msgspec.Struct, frozen=True, gc=False):
-    """Counters of the `PoolInvariantChecker` and the watchdog. All but `problems_open` never decrease.
-
-    Attributes:
-        checks: checks of the counts of all pools.
-        censuses: full checks of every page, lock and published block.
-        checks_failed: checks that an exception of a pool ended.
-        problems: violations found so far; each one counts once for as long as it lasts.
-        pages_lost: pages found that are neither free nor owned.
-        stalls: times without progress for longer than the watchdog's limit.
-        problems_open: violations that the last full check found.
-    """
-
-    checks: int = 0
-    censuses: int = 0
-    checks_failed: int = 0
-    problems: int = 0
-    pages_lost: int = 0
-    stalls: int = 0
-    problems_open: int = 0
 
 
 class StallReport(msgspec.Struct, frozen=True):

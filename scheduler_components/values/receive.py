@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 import msgspec
 
 __all__ = [
-    "ReceiverStats",
     "ForwardMode",
     "InputKind",
     "InputMessage",
@@ -18,32 +17,6 @@ __all__ = [
 ]
 
 Message_co = TypeVar("Message_co", covariant=True)
-
-
-class ReceiverStats(msgspec.Struct, gc=False):
-    """Counters of one rank's receiver. Only the leading rank counts messages.
-
-    Attributes:
-        receives: relays of input to all ranks.
-        receives_skipped: steps without a relay, as `RecvSkipper` decided.
-        requests_admitted: requests relayed to all ranks.
-        requests_refused: rejected requests, for any reason.
-        requests_repeated: dropped copies of requests in flight.
-        messages_unreadable: frames that are no message of the engine.
-        requests_held: requests that wait because input is blocked.
-    """
-
-    receives: int = 0
-    receives_skipped: int = 0
-    requests_admitted: int = 0
-    requests_refused: int = 0
-    requests_repeated: int = 0
-    messages_unreadable: int = 0
-    requests_held: int = 0
-
-    def copy(self) -> ReceiverStats:
-        """Return a copy of the counters."""
-        return msgspec.structs.replace(self)
 
 
 class ForwardMode(enum.StrEnum):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-__all__ = ["FinishedRequest", "RequestSpan", "SpanStats", "TraceParent"]
+__all__ = ["FinishedRequest", "RequestSpan", "TraceParent"]
 
 
 class TraceParent(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -55,19 +55,3 @@ class RequestSpan(msgspec.Struct, frozen=True):
     attributes: Mapping[str, str | int | float | tuple[str, ...]]
     is_error: bool = False
     parent: TraceParent | None = None
-
-
-class SpanStats(msgspec.Struct, frozen=True, gc=False):
-    """Counters of a ``SpanSink``.
-
-    Attributes:
-        exported: spans that the exporter delivered.
-        dropped: spans lost: the queue was full, the exporter failed, or the sink closed.
-        pending: spans in the queue.
-        parents_refused: trace headers that were not valid; their requests began a trace of their own.
-    """
-
-    exported: int = 0
-    dropped: int = 0
-    pending: int = 0
-    parents_refused: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["SessionParams", "SessionStats"]
+__all__ = ["SessionParams"]
 
 
 class SessionParams(msgspec.Struct, frozen=True, gc=False):
@@ -24,28 +24,3 @@ class SessionParams(msgspec.Struct, frozen=True, gc=False):
     offset: int | None = None
     replace: bool | None = None
     drop_previous_output: bool | None = None
-
-
-class SessionStats(msgspec.Struct, frozen=True, gc=False):
-    """Counters of a ``SessionTable``. All but the first two and the last never decrease.
-
-    Attributes:
-        open: open sessions.
-        held_pages: pages that open sessions have locked; a page that two sessions share counts twice.
-        opened, closed, reaped: sessions that were opened, closed by a request, and closed because they were idle.
-        refused: sessions and turns that were refused.
-        turns: turns that ended and can be continued.
-        pages_released: pages unlocked before their session ended, for running requests, for the limit of pages or for a
-            clear.
-        text_tokens: tokens of all turns that can be continued.
-    """
-
-    open: int = 0
-    held_pages: int = 0
-    opened: int = 0
-    closed: int = 0
-    reaped: int = 0
-    refused: int = 0
-    turns: int = 0
-    pages_released: int = 0
-    text_tokens: int = 0

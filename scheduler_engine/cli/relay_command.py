@@ -21,12 +21,10 @@ from observability import LogCollector, RelayCollector, status_routes
 from observability.jetstream import JetStreamConfig
 from observability.relay import (
     RelayConfig,
-    RelaySinkFactory,
+    RelaySinks,
     RelaySource,
     RelayStatus,
-    TeeSinkFactory,
     ZmqRelay,
-    ZmqSinkFactory,
     open_relay,
     parse_relay_config,
 )
@@ -91,7 +89,9 @@ def relay(
     settings = parse_relay_config(kv_events_config)
     writer = jetstream_writer(jetstream, worker, settings.topic)
     with nullcontext() if writer is None else writer:
-        asyncio.run(_relay(config, ZmqSinkFactory(settings), writer, listen=(host, port), block_size=block_size))
+        asyncio.run(
+            _relay(config, RelaySinks(settings=settings, writer=writer), listen=(host, port), block_size=block_size)
+        )
     return 0
 
 
@@ -113,19 +113,17 @@ def jetstream_writer(settings: str | None, worker: str | None, topic: str) -> Je
 
 async def _relay(
     config: RelayConfig,
-    published: ZmqSinkFactory,
-    writer: JetStreamWriter | None,
+    sinks: RelaySinks,
     *,
     listen: tuple[str, int],
     block_size: int | None,
 ) -> None:
     cancel_on_sigterm()
-    sinks: RelaySinkFactory = published if writer is None else TeeSinkFactory(others=published, writer=writer)
     with bind_http(*listen) as listener, open_relay(config, sinks=sinks, report=_log.warning) as opened:
         registry = CollectorRegistry()
         RelayCollector(registry, opened)
-        if writer is not None:
-            LogCollector(registry, writer)
+        if sinks.writer is not None:
+            LogCollector(registry, sinks.writer)
         status = RelayStatus(relay=opened, sinks=sinks, block_size=block_size)
         routes = [route for route in status_routes(status, registry=registry) if route.path in _ROUTES]
         async with open_http_server(Starlette(routes=routes), listener) as server:

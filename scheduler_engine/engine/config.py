@@ -183,7 +183,7 @@ class SchedulerConfig:
         preemption_policy: which running request gives up its pages (``make_preemption_policy``).
         batch_mode: ``mixed`` or ``prefill_first`` (``BatchLimits``).
         tokens: vocabulary, context and end-of-sequence tokens of the model.
-        kv_metrics_every_steps: steps between two ``KvMetrics``, for a scheduler with a ``KvMetricsSink``.
+        kv_metrics_every_steps: steps between two ``KvMetrics``, for a scheduler with a ``ReportSink`` for them.
         queue_timeout_s, timeout_s: limits until a request is admitted and until its end, if its client sets none; None
             for no limit.
         recv_interval: weight of steps between two receives of input (``RecvSkipper``); 1 receives before every step.
@@ -422,10 +422,7 @@ class EngineConfig:
         self.telemetry.check_ranks(self.dp_size)
         load = None if self.kv_events is None else self.kv_events.port_plan(self.dp_size).load
         if load is not None:
-            # Imported here, because a scheduler without a gauge needs no pyzmq.
-            from scheduler_components.load.zmq_load import check_load_endpoint
-
-            check_load_endpoint(load)
+            load.check_leaves_process(field="load_endpoint")
         if self.model is not None:
             self._check_model_ranks(self.model)
         if self.model is not None and self.scheduler.lora is not None and self.attn_tp_size > 1:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from observability import error_response, kv_pool_route, status_routes
 from scheduler_components import ComponentError, ConfigError, __version__, kv_events_server_info
 from scheduler_components.kv_events import Endpoint, ListeningStream
-from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
+from scheduler_components.kv_events_publisher import kv_metrics_of_load
 from scheduler_components.profiler_manager import ProfileRequest
 from scheduler_components.values import FORWARD_PASS_VERSION, LoadSnapshot, QuiesceStats
 from scheduler_engine.engine.engine import Engine

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as MetricFamily
 
 from observability.catalog import PROXY_METRICS, PROXY_PREFIX, REPLICA_METRICS
-from observability.prometheus_collector import CatalogCollector, new_family
+from observability.prometheus_schedulers import CatalogCollector, new_family
 from scheduler_engine.proxy.http_fleet import EngineState
 from scheduler_engine.proxy.http_proxy import ProxyEndpoint
 

@@ -514,7 +514,7 @@ def test_events_are_published_after_each_step(composed: TinyScheduler, parts: Sg
 
 def test_a_forced_report_is_published_immediately(composed: TinyScheduler) -> None:
     sent: list[object] = []
-    sink = SimpleNamespace(wants_load=True, send=sent.append, close=lambda: None)
+    sink = SimpleNamespace(wants_reports=True, send=sent.append, close=lambda: None)
     publisher = composed.load_publisher
     assert not publisher.enable
     publisher.component.sinks = (sink,)

@@ -13,7 +13,6 @@ from scheduler_components.cache import DEFAULT_NAMESPACE, RadixNode
 from scheduler_components.cache.block_hash import pack_tokens
 from scheduler_components.events import Tier
 from scheduler_components.hicache.tiers import TierTree
-from scheduler_components.ports import NullPageHook
 from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
 
@@ -21,7 +20,7 @@ from scheduler_engine.device.hicache_sim import SimulatedHostPages
 def tiers() -> TierTree:
     """Eight device pages of one token, eight host pages."""
     host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
-    return TierTree(page_size=1, capacity_tokens=8, host=host, num_host_pages=8, record=True, page_hook=NullPageHook())
+    return TierTree(page_size=1, capacity_tokens=8, host=host, num_host_pages=8, record=True)
 
 
 def compute(tiers: TierTree, tokens: list[int]) -> RadixNode:

@@ -16,7 +16,6 @@ from scheduler_components.hicache.controller import HiCacheController
 from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
-from scheduler_components.ports import NullPageHook
 from scheduler_components.values.page_operations import (
     BackupDone,
     CancelPrefetch,
@@ -416,7 +415,6 @@ def test_check_compares_the_host_pages_with_the_count_of_used_pages() -> None:
         host=host,
         num_host_pages=4,
         record=False,
-        page_hook=NullPageHook(),
     )
     controller = HiCacheController(host=host, prefetches=ActivePrefetches(policy=policy, host=host))
     transfers = TierTransfers.over(tiers, controller, policy)

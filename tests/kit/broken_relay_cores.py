@@ -31,7 +31,8 @@ def the_best_source_sets_the_state(patch: pytest.MonkeyPatch) -> None:
 def the_end_of_a_doubt_is_not_published(patch: pytest.MonkeyPatch) -> None:
     def send_doubts(self: RelayedStream) -> None:
         if self.merger.upstream is not None:
-            self.sink.set_upstream_state(self.merger.upstream)
+            for sink in self.sinks:
+                sink.set_upstream_state(self.merger.upstream)
 
     patch.setattr(RelayedStream, "send_upstream_state", send_doubts)
 

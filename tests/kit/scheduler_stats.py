@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from scheduler_components import ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.values import (
-    AgreedQueueStats,
-    BatchingStats,
-    DeadlineStats,
-    DecisionStats,
     DecodeMoments,
     DisaggregationLoad,
-    ForwardPassStats,
-    GrammarStats,
-    IntegrityStats,
+    LatencySnapshot,
     LoadSnapshot,
     LoraLoad,
-    LoraStats,
     MemoryLoad,
-    OutputStats,
-    PoolStats,
     PublisherStats,
     QueueLoad,
-    QuiesceStats,
-    ReceiverStats,
     SchedulerStats,
-    SessionStats,
-    SpanStats,
     SpeculativeLoad,
-    TierStats,
 )
 
 
@@ -55,22 +42,16 @@ def make_full_stats(dp_rank: int = 0, **load: Any) -> SchedulerStats:
         "memory": MemoryLoad(1.0, 2.0, 3.0, 4),
         "decode_moments": DecodeMoments(),
     }
+    absent = {
+        name: get_args(hint)[0] for name, hint in get_type_hints(SchedulerStats).items() if isinstance(hint, UnionType)
+    }
+    others = {
+        name: kind(
+            **{field.name: 0 for field in msgspec.structs.fields(kind) if field.required or field.default is None}
+        )
+        for name, kind in absent.items()
+        if kind is not LatencySnapshot
+    }
     return msgspec.structs.replace(
-        make_stats(dp_rank, **parts | load),
-        latencies=RequestLatencyRecorder().stats(),
-        tiers=TierStats(),
-        receiver=ReceiverStats(),
-        quiesce=QuiesceStats(),
-        integrity=IntegrityStats(),
-        pools=PoolStats(*[0] * 14),
-        batching=BatchingStats(),
-        outputs=OutputStats(),
-        forward_passes=ForwardPassStats(),
-        spans=SpanStats(),
-        grammars=GrammarStats(),
-        rooms=AgreedQueueStats(),
-        deadlines=DeadlineStats(),
-        decisions=DecisionStats(),
-        sessions=SessionStats(),
-        adapters=LoraStats(),
+        make_stats(dp_rank, **parts | load), latencies=RequestLatencyRecorder().stats(), **others
     )

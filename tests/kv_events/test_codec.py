@@ -22,7 +22,8 @@ from scheduler_components import (
     KVEventBatch,
 )
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder
-from scheduler_components.kv_events.codec import DIALECTS, MAX_PAYLOAD_BYTES, BlockStoredRawTokens, split_events
+from scheduler_components.kv_events.codec import DIALECTS, MAX_PAYLOAD_BYTES, split_events
+from scheduler_components.kv_events.decoder import BlockStoredRawTokens
 from scheduler_components.testing.golden import BatchVector, PeerVector, batch_vectors, peer_vectors
 from scheduler_components.testing.strategies import events as any_events
 from scheduler_components.testing.strategies import removed_events, stored_events

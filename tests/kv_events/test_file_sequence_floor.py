@@ -52,13 +52,6 @@ def test_every_epoch_starts_above_all_numbers_of_all_earlier_ones(epochs: list[t
             assert {each.name for each in Path(directory).iterdir()} == {"floor"}
 
 
-def test_without_a_file_the_clock_is_all_there_is() -> None:
-    floor = open_sequence_floor(None, wanted=7)
-    floor.reserve_above(1 << 61)
-    floor.close(9)
-    assert (floor.first, open_sequence_floor(None, wanted=3).first) == (7, 3)
-
-
 def test_a_clean_close_returns_unused_numbers(tmp_path: Path) -> None:
     floor = open_sequence_floor(tmp_path / "floor", wanted=1_000)
     floor.close(1_005)

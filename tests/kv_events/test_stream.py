@@ -15,7 +15,8 @@ from kit.searches import num_examples
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.events import MediumGroup, ValidatedEvents
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
-from scheduler_components.kv_events.codec import DIALECTS, decode_event
+from scheduler_components.kv_events.codec import DIALECTS
+from scheduler_components.kv_events.decoder import decode_event
 from scheduler_components.kv_events.dialects import BlockChanges
 from scheduler_components.kv_events.native_events import slice_raw_event
 from scheduler_components.kv_events.snapshot import PayloadReader, RunSegment, StreamSnapshot, merge_batches

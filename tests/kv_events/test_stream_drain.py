@@ -49,7 +49,7 @@ class Bench:
             self.live,
             stream,
             self.sessions,
-            floor=floor or SequenceFloor(None, 0),
+            floor=floor,
             server=ReplayServer(self.sessions, self, clock=self._clock) if has_replay else None,
             count_peers=self._count_peers,
             clock=self._clock,

@@ -105,7 +105,11 @@ def test_a_request_between_two_reads_is_counted_twice_and_never_missed() -> None
 
     work.on_request_received("a", 7)
     inquirer = LoadInquirer(
-        parallel=ParallelState(), queues=FakeQueues(), pool=FakePool(), sections=ComesInBetween(), work=work
+        parallel=ParallelState(),
+        queues=FakeQueues(),
+        pool=FakePool(),
+        sections=ComesInBetween().load_sections,
+        work=work,
     )
     assert inquirer.get_loads().dispatched_watermarks == (("a", 7),)
     assert inquirer.get_loads().dispatched_watermarks == (("a", 8),)

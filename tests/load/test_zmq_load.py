@@ -15,19 +15,21 @@ import pytest
 import zmq
 
 from scheduler_components.kv_events import Endpoint
-from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader, open_zmq_load_sink
+from scheduler_components.load import open_zmq_load_reader, open_zmq_load_sink
 from scheduler_components.load.load_stat import decode_load_stat
 from scheduler_components.load.zmq_load import ZmqLoadReader
+from scheduler_components.metrics import ZmqReportSink
 from scheduler_components.testing import VirtualClock
 from scheduler_components.values import LoadSnapshot
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
 Eventually = Callable[[Callable[[], object]], None]
+LoadSink = ZmqReportSink[LoadSnapshot]
 
 
 @pytest.fixture(params=["tcp", "ipc"])
-def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ZmqLoadSink]:
+def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LoadSink]:
     text = "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{tmp_path}/load"
     sink = open_zmq_load_sink(Endpoint.parse(text))
     yield sink
@@ -40,13 +42,13 @@ def clock() -> VirtualClock:
 
 
 @pytest.fixture
-def reader(sink: ZmqLoadSink, clock: VirtualClock) -> Iterator[ZmqLoadReader]:
+def reader(sink: LoadSink, clock: VirtualClock) -> Iterator[ZmqLoadReader]:
     reader = open_zmq_load_reader([sink.endpoint], clock=clock)
     yield reader
     reader.close()
 
 
-def connect(sink: ZmqLoadSink, reader: ZmqLoadReader, eventually: Eventually) -> None:
+def connect(sink: LoadSink, reader: ZmqLoadReader, eventually: Eventually) -> None:
     def arrived() -> bool:
         sink.send(LoadSnapshot(num_running_reqs=1))
         return bool(reader.read().samples)
@@ -59,7 +61,7 @@ def newest(reader: ZmqLoadReader) -> int:
 
 
 def test_frames_are_those_that_routers_read(
-    sink: ZmqLoadSink, subscribe: Callable[..., zmq.Socket[bytes]], eventually: Eventually
+    sink: LoadSink, subscribe: Callable[..., zmq.Socket[bytes]], eventually: Eventually
 ) -> None:
     socket = subscribe(sink.endpoint, b"load")
 
@@ -75,7 +77,7 @@ def test_frames_are_those_that_routers_read(
     assert (stat.num_running_reqs, stat.attn_dp_rank) == (3, 2)
 
 
-def test_the_newest_waiting_sample_is_read(sink: ZmqLoadSink, reader: ZmqLoadReader, eventually: Eventually) -> None:
+def test_the_newest_waiting_sample_is_read(sink: LoadSink, reader: ZmqLoadReader, eventually: Eventually) -> None:
     connect(sink, reader, eventually)
     for running in range(20):
         sink.send(LoadSnapshot(num_running_reqs=running))
@@ -91,7 +93,7 @@ def test_the_newest_waiting_sample_is_read(sink: ZmqLoadSink, reader: ZmqLoadRea
 
 
 def test_after_a_stall_no_sample_from_the_stall_is_read(
-    sink: ZmqLoadSink, reader: ZmqLoadReader, clock: VirtualClock, eventually: Eventually
+    sink: LoadSink, reader: ZmqLoadReader, clock: VirtualClock, eventually: Eventually
 ) -> None:
     connect(sink, reader, eventually)
     for _ in range(5_000):  # far more than fits on the way
@@ -141,7 +143,7 @@ class Printed:
         return self.samples
 
 
-def test_a_stopped_process_continues_with_the_newest_sample(sink: ZmqLoadSink, eventually: Eventually) -> None:
+def test_a_stopped_process_continues_with_the_newest_sample(sink: LoadSink, eventually: Eventually) -> None:
     def send_until(condition: Callable[[], object]) -> None:
         def step() -> object:
             sink.send(LoadSnapshot(num_running_reqs=1))
@@ -165,7 +167,7 @@ def test_a_stopped_process_continues_with_the_newest_sample(sink: ZmqLoadSink, e
 
 
 def test_a_reader_that_never_reads_delays_no_other(
-    sink: ZmqLoadSink, reader: ZmqLoadReader, subscribe: Callable[..., zmq.Socket[bytes]], eventually: Eventually
+    sink: LoadSink, reader: ZmqLoadReader, subscribe: Callable[..., zmq.Socket[bytes]], eventually: Eventually
 ) -> None:
     subscribe(sink.endpoint)
     connect(sink, reader, eventually)
@@ -192,7 +194,7 @@ def test_invalid_messages_are_dropped_alone(tmp_path: Path, eventually: Eventual
         hostile.send_multipart([b"load", b"", b"\xc1"])
         hostile.send_multipart([b"loader", b"", b""])
         reader.read(0.01)
-        return reader.bad > 5
+        return reader.reports.bad > 5
 
     eventually(refused)
     assert not reader.view.samples

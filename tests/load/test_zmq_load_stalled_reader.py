@@ -6,16 +6,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-import zmq
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_components.load.load_stat import encode_load_stat, to_load_stat
+from scheduler_components.load.load_stat import LoadStat, to_load_stat
 from scheduler_components.load.zmq_load import ZmqLoadReader
 from scheduler_components.values import LoadSnapshot
-
-pytestmark = pytest.mark.sockets
 
 STALL_S = 0.5
 STEP_S = 0.01
@@ -24,42 +20,15 @@ KEPT = 40
 
 
 @dataclass
-class Line:
-    """A connection: what was sent since it was dialled, and not yet read."""
-
-    world: StalledConnection
-    waiting: deque[bytes] = field(default_factory=deque)
-    frames: deque[bytes] = field(default_factory=deque)
-
-    def poll(self, timeout_ms: int, flags: int) -> int:
-        self.world.step()
-        return len(self.waiting)
-
-    def recv(self, flags: int, *, copy: bool) -> zmq.Frame:
-        assert not copy
-        if not self.frames:
-            self.world.step(num_sent=0)  # a reader is quicker than a publisher
-            if not self.waiting:
-                raise zmq.Again
-            self.frames += [b"load", b"", self.waiting.popleft()]
-        frame = zmq.Frame(self.frames.popleft())
-        frame.more = bool(self.frames)
-        return frame
-
-    def close(self, linger: int) -> None:
-        self.world.step()
-
-
-@dataclass
 class StalledConnection:
-    """A publisher that sends at each step, a clock, and one stop of this process before the step ``stop_at``."""
+    """Connections to a publisher that sends at each step, and one stop of this process before ``stop_at``."""
 
     stop_at: int
     stop_s: float
     now_s: float = 0.0
     num_steps: int = 0
     sent_s: list[float] = field(default_factory=list)
-    line: Line | None = None
+    waiting: deque[LoadStat] = field(default_factory=deque)
     continued_s: float = float("inf")
 
     def step(self, num_sent: int = 1) -> None:
@@ -75,14 +44,21 @@ class StalledConnection:
         self.now_s += STEP_S
         load = to_load_stat(LoadSnapshot(), sequence=len(self.sent_s), epoch=1)
         self.sent_s.append(self.now_s)
-        if self.line is not None and len(self.line.waiting) < KEPT:
-            self.line.waiting.append(encode_load_stat(load))
+        if len(self.waiting) < KEPT:
+            self.waiting.append(load)
 
-    def dial(self) -> Any:
+    def receive(self, timeout_s: float, limit: int) -> list[LoadStat]:
         self.step()
-        self.line = Line(self)
+        found = []
+        while self.waiting and len(found) < limit:
+            self.step(num_sent=0)  # a reader is quicker than a publisher
+            found.append(self.waiting.popleft())
+        return found
+
+    def reopen(self) -> None:
         self.step()
-        return self.line
+        self.waiting.clear()
+        self.step()
 
     def clock(self) -> float:
         self.step()
@@ -98,8 +74,9 @@ class StalledConnection:
 def test_no_sample_is_older_than_a_stall_when_it_is_taken(stop_at: int, stop_s: float, timeout_s: float) -> None:
     world = StalledConnection(stop_at, stop_s)
     connections: Any = world
-    dialed_s = world.clock()
-    reader = ZmqLoadReader(connections, world.dial(), dialed_s=dialed_s, stall_s=STALL_S, clock=world.clock)
+    opened_s = world.clock()
+    world.reopen()
+    reader = ZmqLoadReader(reports=connections, opened_s=opened_s, stall_s=STALL_S, clock=world.clock)
     taken = -1
     while world.num_steps < 300:
         for sample in reader.read(timeout_s).samples.values():

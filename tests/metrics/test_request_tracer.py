@@ -16,7 +16,7 @@ from scheduler_components.values import FinishedRequest, RequestSpan, SpanStats,
 
 
 class SpanList(ListSink[RequestSpan]):
-    wants_spans = True
+    wants_reports = True
 
     def stats(self) -> SpanStats:
         self._act()
@@ -126,7 +126,7 @@ def test_a_failing_sink_does_not_raise_into_the_step_and_its_spans_count_as_drop
 
 def test_without_a_receiver_no_span_is_made() -> None:
     tracer, sink = make()
-    sink.wants_spans = False
+    sink.wants_reports = False
     tracer.on_finished(times_of(*SERVED), REQUEST)
     assert (sink.sent, RequestTracer(parallel=ParallelState()).stats()) == ([], SpanStats())
 

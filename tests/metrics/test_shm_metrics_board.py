@@ -114,11 +114,3 @@ sink.record(stats)
 sys.exit(0 if (failures, before, sink.sequence, sink.failures.total) == (1, 0, 1, 0) else 1)
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60, stderr=subprocess.DEVNULL)
-
-
-def test_the_publishers_counters_are_read_by_the_other_process(tmp_path: Path) -> None:
-    sink = open_sink(tmp_path)
-    stats = SchedulerStats(report(1).labels, LoadSnapshot(), publisher=PublisherStats(peers_refused=3))
-    sink.record(stats)
-    assert open_shm_metrics_board(tmp_path, 1).read() == {0: stats}
-    sink.close()

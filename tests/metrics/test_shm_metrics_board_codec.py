@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from types import UnionType
+from typing import TypeVar, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -17,34 +19,14 @@ from scheduler_components.metrics.request_times import Histogram, LatencyHistogr
 from scheduler_components.metrics.shm_metrics_board import decode_report, encode_report
 from scheduler_components.values import (
     AdapterLoad,
-    AgreedQueueStats,
-    BatchingStats,
-    DeadlineStats,
-    DecodeMoments,
-    DisaggregationLoad,
-    ForwardPassStats,
-    GrammarStats,
     HistogramSnapshot,
-    IntegrityStats,
     LoadSnapshot,
     LoraLoad,
-    LoraStats,
-    MemoryLoad,
-    OutputStats,
-    PoolStats,
-    PublisherStats,
-    QueueLoad,
-    QuiesceStats,
-    ReceiverStats,
-    SchedulerCounters,
     SchedulerStats,
-    SessionStats,
-    SpanStats,
-    SpeculativeLoad,
-    TierStats,
 )
 
 LABELS = ParallelState().metric_labels
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def report(load: LoadSnapshot | None = None, **parts: object) -> SchedulerStats:
@@ -54,39 +36,24 @@ def report(load: LoadSnapshot | None = None, **parts: object) -> SchedulerStats:
 ADAPTER = AdapterLoad("a", 1, 2, True)
 
 
+def whole(kind: type[S], **given: object) -> S:
+    """Return a struct in which every part is there, and no two numbers of a struct are equal."""
+    values: dict[str, object] = {}
+    for at, (name, hint) in enumerate(get_type_hints(kind).items()):
+        part = get_args(hint)[0] if isinstance(hint, UnionType) else hint
+        if part in (int, float):
+            values[name] = at + 1 if part is int else at + 0.5
+        elif isinstance(part, type) and issubclass(part, msgspec.Struct) and name not in given:
+            values[name] = whole(part)
+    return kind(**values | given)
+
+
 def whole_report() -> SchedulerStats:
-    """Every part is there, and no two numbers of a struct are equal."""
-    load = LoadSnapshot(
-        *range(1, 13), 0.25, 0.5, 0.75, 1.0, QueueLoad(1, 2, 3, 4),
-        DisaggregationLoad("decode", 1, 2, 3, 4, 5, 6.5, 7.5, 8, 9),
-        LoraLoad(1, 2, 0.5, ("a", "b"), ("c",), (ADAPTER,)),
-        SpeculativeLoad(2.5, 0.25), MemoryLoad(1.5, 2.5, 3.5, 4), 13, 14,
-        DecodeMoments(1, 2, 3, 4, 5, 6),
-    )  # fmt: skip
+    lora = LoraLoad(1, 2, 0.5, ("a", "b"), ("c",), (ADAPTER,))
     latencies = RequestLatencyRecorder()
     for at, name in enumerate(latencies.stats().__struct_fields__):
         getattr(latencies.histograms, name).observe(0.01 * at, at + 1)
-    return SchedulerStats(
-        LABELS,
-        load,
-        SchedulerCounters(*range(1, 8), 0.125, 9, 10),
-        PublisherStats(*range(1, 17), 0.5, *range(18, 23)),
-        latencies.stats(),
-        TierStats(*range(1, 16)),
-        ReceiverStats(*range(1, 8)),
-        QuiesceStats(*range(1, 10)),
-        IntegrityStats(*range(1, 8)),
-        PoolStats(*range(1, 15)),
-        BatchingStats(0.5, *range(2, 26), 0.25, 0.5, 0.75),
-        OutputStats(*range(1, 10)),
-        ForwardPassStats(1, 2, 3),
-        SpanStats(1, 2, 3, 4),
-        GrammarStats(*range(1, 11), 0.25),
-        rooms=AgreedQueueStats(*range(1, 8)),
-        deadlines=DeadlineStats(1, 2, 3),
-        sessions=SessionStats(*range(1, 9)),
-        adapters=LoraStats(*range(1, 8)),
-    )
+    return whole(SchedulerStats, labels=LABELS, load=whole(LoadSnapshot, lora=lora), latencies=latencies.stats())
 
 
 def test_every_part_is_decoded_as_it_was_encoded() -> None:

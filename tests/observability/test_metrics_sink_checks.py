@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from observability import PrometheusSink
-from observability.catalog import SCHEDULER_METRICS
+from observability.catalog import SCHEDULER_METRICS, read_number
 from observability.metrics_sink_checks import METRICS_SINK_CHECKS, OpenMetricsSink
 from scheduler_components.testing import ConformanceError
 from scheduler_components.values import SchedulerStats
@@ -40,7 +40,7 @@ class DictSink:
 
     def record(self, stats: SchedulerStats) -> None:
         for metric in SCHEDULER_METRICS:
-            if metric.path and (value := metric.read(stats)) is not None:
+            if metric.path and (value := read_number(metric, stats)) is not None:
                 self.put(metric.name, str(dict(stats.labels)), value)
 
     def put(self, name: str, labels: str, value: float) -> None:

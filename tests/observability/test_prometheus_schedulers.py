@@ -5,21 +5,26 @@ from __future__ import annotations
 import prometheus_client
 import pytest
 from kit.scheduler_stats import make_stats
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from observability import PrometheusSink
-from observability.catalog import SCHEDULER_METRICS
-from scheduler_components import ParallelState
+from observability.catalog import SCHEDULER_METRICS, read_number
+from scheduler_components import ConfigError, MetricsEmitter, OutputStreamer, ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder
+from scheduler_components.quiesce import QuiesceState
+from scheduler_components.testing import ListOutputSink
 from scheduler_components.values import (
     LoadSnapshot,
     LoraLoad,
+    MemoryTag,
     PublisherStats,
     QueueLoad,
+    QuiesceStats,
     SchedulerCounters,
     SchedulerStats,
     TierStats,
+    TokenOutput,
 )
 
 
@@ -40,21 +45,12 @@ def test_every_metric_of_the_catalogue_is_exposed_and_the_text_can_be_parsed() -
     PrometheusSink(registry).record(make_stats(queues=QueueLoad()))
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
     for metric in SCHEDULER_METRICS:
-        if metric.read(make_stats(queues=QueueLoad())) is not None:  # the others are of parts that not every engine has
+        # The others are of parts that not every engine has.
+        if read_number(metric, make_stats(queues=QueueLoad())) is not None:
             family = families["sglang:" + metric.name.removesuffix("_total")]
             assert family.type == metric.kind
             assert family.documentation == metric.help
             assert [sample.name for sample in family.samples] == ["sglang:" + metric.name]
-
-
-def test_the_newest_report_of_each_rank_is_kept() -> None:
-    registry = CollectorRegistry()
-    sink = PrometheusSink(registry)
-    for running in range(5):
-        sink.record(make_stats(0, num_running_reqs=running))
-        sink.record(make_stats(1, num_running_reqs=10 * running))
-    assert read(registry, "sglang:num_running_reqs", dp_rank="0") == 4
-    assert read(registry, "sglang:num_running_reqs", dp_rank="1") == 40
 
 
 def test_counters_are_counters() -> None:
@@ -190,3 +186,97 @@ def test_a_name_that_both_flavours_share_is_exposed_once() -> None:
     registry = CollectorRegistry()
     PrometheusSink(registry, prefix="vllm:", vllm_names=True).record(make_stats())
     assert generate_latest(registry).decode().count("# TYPE vllm:prompt_tokens_total ") == 1
+
+
+def test_two_sinks_of_one_prefix_on_one_registry_are_refused() -> None:
+    registry = CollectorRegistry()
+    PrometheusSink(registry)
+    with pytest.raises(ConfigError, match="prefix"):
+        PrometheusSink(registry)
+    PrometheusSink(registry, prefix="other_")
+
+
+@pytest.mark.parametrize("prefix", ["9lives", "a-b", "a b", "é"])
+def test_a_prefix_that_no_name_can_begin_with_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="prefix"):
+        PrometheusSink(CollectorRegistry(), prefix=prefix)
+
+
+def test_close_leaves_the_registry_and_may_be_called_twice() -> None:
+    registry = CollectorRegistry()
+    sink = PrometheusSink(registry)
+    sink.close()
+    sink.close()
+    assert generate_latest(registry) == b""
+    PrometheusSink(registry)
+
+
+def test_the_global_registry_is_left_alone() -> None:
+    PrometheusSink(CollectorRegistry()).record(make_stats())
+    assert "sglang" not in generate_latest(REGISTRY).decode()
+
+
+def states_of(quiesce: QuiesceStats | None) -> dict[str, float | None]:
+    registry = CollectorRegistry()
+    sink = PrometheusSink(registry, vllm_names=True)
+    labels = (("dp_rank", "0"),)
+    sink.record(SchedulerStats(labels, LoadSnapshot(), quiesce=quiesce))
+    return {
+        state: registry.get_sample_value(f"vllm:{name}", dict(labels) | {"sleep_state": state})
+        for name in ("engine_sleep_state",)
+        for state in ("awake", "weights_offloaded", "discard_all")
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "samples"),
+    [
+        (QuiesceState(), (1, 0, 0)),
+        (QuiesceState(released=frozenset({MemoryTag.KV_CACHE})), (0, 0, 0)),
+        (QuiesceState(released=frozenset(MemoryTag)), (0, 1, 0)),
+        (QuiesceState(released=frozenset(MemoryTag), has_weights=False), (0, 0, 1)),
+        (QuiesceState(has_weights=False), (0, 0, 1)),
+    ],
+)
+def test_each_state_is_told(state: QuiesceState, samples: tuple[int, int, int]) -> None:
+    assert tuple(states_of(state.stats()).values()) == samples
+
+
+def test_an_engine_that_takes_no_orders_tells_none() -> None:
+    assert set(states_of(None).values()) == {None}
+
+
+class Idle:
+    def get_loads(self) -> LoadSnapshot:
+        return LoadSnapshot()
+
+
+class FinishedRequest:
+    rid, finish_reason, stream_interval, num_output_tokens = "a", "length", 1, 3
+
+    def output_since(self, start: int) -> TokenOutput:
+        return TokenOutput((7, 8, 9)[start:])
+
+
+def test_a_report_of_an_idle_scheduler_has_the_newest_counters_of_the_streamer() -> None:
+    registry, outputs = CollectorRegistry(), ListOutputSink()
+    streamer = OutputStreamer(sink=outputs)
+    emitter = MetricsEmitter(
+        parallel=ParallelState(), load=Idle(), sink=PrometheusSink(registry, prefix=""), sources={"outputs": streamer}
+    )
+
+    def value(name: str) -> float | None:
+        emitter.emit()
+        return registry.get_sample_value(name, dict(ParallelState().metric_labels))
+
+    assert (value("output_steps_delayed_total"), value("output_ends_held")) == (0, 0)
+    outputs.is_full = True
+    streamer.stream([FinishedRequest()])
+    assert (value("output_steps_delayed_total"), value("output_ends_held")) == (1, 1)
+    outputs.is_full = False
+    streamer.flush()
+    assert (value("output_tokens_sent_total"), value("output_ends_held")) == (3, 0)
+    outputs.is_full = True
+    streamer.stream([FinishedRequest()])
+    streamer.close()
+    assert (value("output_ends_dropped_total"), value("output_tokens_dropped_total")) == (1, 3)

@@ -9,10 +9,10 @@ import pytest
 from cases.harness import CASES, case_version, harness
 from stages import GUIDE
 
-from scheduler_components.errors import RefusedError
 from scheduler_refactor import read_recipe, write_recipe
 from scheduler_refactor.apply import apply_recipe
 from scheduler_refactor.recipe import ComponentField, Move, Prepare, Step
+from scheduler_refactor.refusals import RefusedError
 from scheduler_refactor.workload_search import find_difference
 
 CASES_FOLDER = GUIDE / "cases"

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from scheduler_components.errors import RefusedError
 from scheduler_refactor.apply import apply_recipe
 from scheduler_refactor.recipe import (
     Accepted,
@@ -23,6 +22,7 @@ from scheduler_refactor.recipe import (
     Replace,
     Step,
 )
+from scheduler_refactor.refusals import RefusedError
 
 SCHED, LOADS, OUT, ELSE = (f"engine/{name}.py" for name in ("scheduler", "load_mixin", "output", "other"))
 HOST = ClassRef(file=SCHED, name="Scheduler")

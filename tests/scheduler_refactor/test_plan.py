@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_components.errors import RefusedError
 from scheduler_refactor.apply import apply_step
 from scheduler_refactor.plan import MovePlanner
 from scheduler_refactor.recipe import Prepare
+from scheduler_refactor.refusals import RefusedError
 
 SCHEDULER = """
 from __future__ import annotations

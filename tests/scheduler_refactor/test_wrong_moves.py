@@ -10,10 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from kit.wrong_moves import ENGINE, HAZARDS, MISTAKES, RECIPE, Hazard, Mistake, changed
 
-from scheduler_components.errors import RefusedError
 from scheduler_refactor import Difference, ModuleTree, Recorder, Recording, first_difference, play
 from scheduler_refactor.apply import apply_recipe
 from scheduler_refactor.recording import Decoder
+from scheduler_refactor.refusals import RefusedError
 from scheduler_refactor.verify import find_residuals
 
 

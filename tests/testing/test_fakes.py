@@ -10,7 +10,7 @@ from scheduler_components import (
     ParallelState,
     SchedulerKvEventsPublisher,
 )
-from scheduler_components.ports import LoadSink
+from scheduler_components.ports import ReportSink
 from scheduler_components.testing import FakePool, FakeQueues, ListEventSink, VirtualClock
 from scheduler_components.testing.fakes import FakeLoad, FakeRequest, ListSink, ScriptedEventSource
 from scheduler_components.values import KvMetrics, LoadSnapshot, SchedulerStats
@@ -45,7 +45,7 @@ def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
 
 def test_a_load_sink_keeps_reports() -> None:
     fake: ListSink[LoadSnapshot] = ListSink()
-    sink: LoadSink = fake
+    sink: ReportSink[LoadSnapshot] = fake
     sink.send(FakeLoad().get_loads())
     sink.close()
     assert (len(fake.sent), fake.num_closed) == (1, 1)

@@ -40,9 +40,8 @@ from scheduler_components.values import (
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events import ZmqEventPublisher
-    from scheduler_components.load import ZmqLoadSink
+    from scheduler_components.metrics import ZmqReportSink
     from scheduler_components.metrics.shm_metrics_board import ShmMetricsSink
-    from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsSink
     from scheduler_components.ports import NullMetricsSink
     from scheduler_components.receiving.sync_input_relay import SyncGroupRelay
     from scheduler_components.receiving.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     def a_stats_source(events: ZmqEventPublisher) -> StatsSource[PublisherStats]:
         return events
 
-    def a_load_sink(load: ZmqLoadSink) -> ports.LoadSink:
+    def a_report_sink(load: ZmqReportSink[LoadSnapshot]) -> ports.ReportSink[LoadSnapshot]:
         return load
 
     def a_metrics_sink(metrics: ShmMetricsSink | NullMetricsSink) -> ports.MetricsSink:
@@ -65,9 +64,6 @@ if TYPE_CHECKING:
 
     def an_input_relay(relay: ZmqLeaderRelay | ZmqFollowerRelay | SyncGroupRelay) -> InputRelay:
         return relay
-
-    def a_kv_metrics_sink(metrics: ZmqKvMetricsSink) -> ports.KvMetricsSink:
-        return metrics
 
 
 class Pool:

@@ -255,7 +255,7 @@ class PublisherProcess:
         self._largest_bytes = 0
         self._sent: deque[tuple[float, int]] = deque(maxlen=_MOST_SENT)  # time and size of the newest batches
         self._late_until_s = 0.0
-        self._floor = SequenceFloor(None, 0)
+        self._floor: SequenceFloor | None = None
         self._work_clock = _WorkClock(timeline)
         self.peers: list[Peer] = []
         self.is_running = True
@@ -497,7 +497,8 @@ class PublisherProcess:
         """
         if is_clean:
             self.actor.idle()
-            self._floor.close(self.actor.stream.next_sequence)
+            if self._floor is not None:
+                self._floor.close(self.actor.stream.next_sequence)
         else:
             self._counters.counts["batches lost with the process"] += len(self.actor.sender.pending)
             self._disk.crash()

@@ -376,7 +376,7 @@ class RelayActor:
         self._changed = changed
         self.sources: list[FollowedSource | None] = [None] * len(self._follow)
         self._listeners: list[_KeptBlocks | None] = [None] * len(self._follow)
-        self.stream = RelayedStream(0, sink, wall_clock=clock)
+        self.stream = RelayedStream(0, (sink,), wall_clock=clock)
 
     def end(self) -> None:
         """The relay's process has ended: it follows nothing, and its state is lost."""
@@ -388,7 +388,7 @@ class RelayActor:
 
     def begin(self) -> None:
         """Begin a run with an empty state, after ``end``. The sink is in a new epoch."""
-        self.stream = RelayedStream(0, self._sink, wall_clock=self._clock)
+        self.stream = RelayedStream(0, (self._sink,), wall_clock=self._clock)
         for key in range(len(self._follow)):
             self.stream.merger.add_source(key)
         self.stream.send_upstream_state()

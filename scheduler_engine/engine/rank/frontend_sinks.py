@@ -73,7 +73,7 @@ class ZmqReportSender:
 
 @dataclass(slots=True, kw_only=True)
 class FrontendLoadSink:
-    """A ``LoadSink`` that sends the load to the frontend.
+    """A ``ReportSink`` that sends the load to the frontend.
 
     Attributes:
         reports: the socket to the frontend, which the process closes.
@@ -82,7 +82,7 @@ class FrontendLoadSink:
     reports: ZmqReportSender
 
     @property
-    def wants_load(self) -> bool:
+    def wants_reports(self) -> bool:
         return True
 
     def send(self, load: LoadSnapshot) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -30,7 +30,7 @@ from scheduler_components.hicache import (
     ThreadPageMover,
 )
 from scheduler_components.hicache.host_tier_pool import HostTierPool
-from scheduler_components.ports import LayerDoneCounter, NullPageHook, PageHook, ZeroCopyPageStore
+from scheduler_components.ports import LayerDoneCounter, PageHook, ZeroCopyPageStore
 from scheduler_components.values.page_shape import STORED_LAYOUT, PageShape
 from scheduler_engine.device.device import NUM_SIMULATED_LAYERS
 from scheduler_engine.engine.config import HiCacheConfig, SchedulerConfig
@@ -172,7 +172,7 @@ class RankKvMemory:
     memory: KvMemory
     model: str
     dtype: str
-    page_hook: PageHook = field(default_factory=NullPageHook)
+    page_hook: PageHook | None = None
 
 
 def make_simulated_kv_memory(scheduler: SchedulerConfig, parallel: ParallelState, *, model: str) -> RankKvMemory:

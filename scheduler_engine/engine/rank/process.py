@@ -24,9 +24,8 @@ from scheduler_components.checks.thread_watchdog import open_thread_watchdog
 from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
-from scheduler_components.load import ZmqLoadSink
-from scheduler_components.metrics import ZmqForwardPassSink, open_shm_metrics_sink, open_zmq_forward_pass_sink
-from scheduler_components.ports import ForwardPassSink, NullDecisionLog
+from scheduler_components.metrics import ZmqReportSink, open_shm_metrics_sink, open_zmq_forward_pass_sink
+from scheduler_components.ports import NullDecisionLog, ReportSink
 from scheduler_components.profiler_manager import NullProfiler, Profiler, ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.receiving.recv_skipper import RecvSkipper
@@ -39,6 +38,7 @@ from scheduler_components.receiving.zmq_input_relay import (
 )
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.scheduling.dp_attn import DpBatchSync, dp_rank_groups
+from scheduler_components.values import ForwardPassMetrics
 from scheduler_components.waiting.grammar_queue import GrammarQueue
 from scheduler_components.waiting.lora_queue import LoraQueue
 from scheduler_components.waiting.thread_adapter_loader import open_thread_adapter_loader
@@ -370,11 +370,11 @@ def _open_loop(
 
 
 def _ready(
-    rank: int, events: EventPublisher, load_publisher: LoadPublisher, forward_passes: ForwardPassSink
+    rank: int, events: EventPublisher, load_publisher: LoadPublisher, forward_passes: ReportSink[ForwardPassMetrics]
 ) -> RankReady:
     """Return the bound endpoints of this rank's event stream, load gauge and forward-pass metrics."""
-    load_endpoint = next((sink.endpoint for sink in load_publisher.sinks if isinstance(sink, ZmqLoadSink)), None)
-    passes = forward_passes.endpoint if isinstance(forward_passes, ZmqForwardPassSink) else None
+    load_endpoint = next((sink.endpoint for sink in load_publisher.sinks if isinstance(sink, ZmqReportSink)), None)
+    passes = forward_passes.endpoint if isinstance(forward_passes, ZmqReportSink) else None
     if isinstance(events, ZmqEventPublisher):
         return RankReady(rank, events.endpoint, events.replay_endpoint, load_endpoint, passes)
     return RankReady(rank, None, None, load_endpoint, passes)

@@ -48,18 +48,16 @@ from scheduler_components.forward_pass_publisher import ForwardPassPublisher
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.metrics.request_tracer import RequestTracer
 from scheduler_components.ports import (
-    ForwardPassSink,
     KvEventSink,
-    KvMetricsSink,
     LoadSource,
     MetricsSink,
     NullDecisionLog,
-    NullForwardPassSink,
-    NullKvMetricsSink,
     NullMetricsSink,
     NullOutputSink,
+    NullReportSink,
     NullSpanSink,
     OutputSink,
+    ReportSink,
     SpanSink,
 )
 from scheduler_components.quiesce import QuiesceState, weight_namespace
@@ -74,6 +72,8 @@ from scheduler_components.values import (
     DEFAULT_WEIGHT_VERSION,
     FinishReason,
     ForwardMode,
+    ForwardPassMetrics,
+    KvMetrics,
     RequestState,
     ScheduledBatch,
     SessionParams,
@@ -232,7 +232,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             pool=cache,
             rates=request_metrics.rates,
             work=request_metrics.work,
-            sections=SchedulerSections(lora=lora),
+            sections=SchedulerSections(lora=lora).load_sections,
             clock=clocks.wall,
         )
         kv_events = SchedulerKvEventsPublisher(
@@ -613,8 +613,8 @@ class SchedulerSinks:
     events: KvEventSink = field(default_factory=NullEventPublisher)
     outputs: OutputSink = field(default_factory=NullOutputSink)
     metrics: MetricsSink = field(default_factory=NullMetricsSink)
-    kv_metrics: KvMetricsSink = field(default_factory=NullKvMetricsSink)
-    forward_passes: ForwardPassSink = field(default_factory=NullForwardPassSink)
+    kv_metrics: ReportSink[KvMetrics] | None = None
+    forward_passes: ReportSink[ForwardPassMetrics] = field(default_factory=NullReportSink)
     spans: SpanSink = field(default_factory=NullSpanSink)
     worker_id: str = ""
     model_name: str = ""

@@ -15,7 +15,7 @@ _NO_SECTIONS = LoadSections()
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerSections:
-    """The ``LoadSectionsSource`` of a scheduler.
+    """The load sections of a scheduler.
 
     Attributes:
         lora: its adapters. Without any the report has no section about them.

@@ -23,7 +23,9 @@ NUM_WRITERS = 2
 def make_report(number: int) -> SchedulerStats:
     """Every field follows from one number, and the length changes with it, so a torn report would not be equal."""
     watermarks = (("x" * (number % 64 + 1), number),) * (number % 7)
-    load = LoadSnapshot(number, float(number), 0, number, number * 1_000_003, dispatched_watermarks=watermarks)
+    load = LoadSnapshot(
+        number, number * 1_000_003, sequence=number, timestamp=float(number), dispatched_watermarks=watermarks
+    )
     latencies = RequestLatencyRecorder()
     latencies.histograms.queue.observe(1.0, number)
     return SchedulerStats(

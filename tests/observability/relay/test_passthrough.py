@@ -20,7 +20,7 @@ from observability.relay.stream import RelayedStream, SourceListener
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch
 from scheduler_components.events import signed_block_hash
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
-from scheduler_components.kv_events.codec import decode_event
+from scheduler_components.kv_events.decoder import decode_event
 from scheduler_components.values import PublisherStats
 
 FORMS = ("map", "array")
@@ -130,7 +130,7 @@ class Relay:
 
     def __init__(self, num_sources: int = 1) -> None:
         self.out = KeptStream()
-        self.stream = RelayedStream(0, self.out, wall_clock=lambda: 9.0)
+        self.stream = RelayedStream(0, (self.out,), wall_clock=lambda: 9.0)
         self.sources = [self._follow(key) for key in range(num_sources)]
 
     def _follow(self, key: int) -> BatchApplier:

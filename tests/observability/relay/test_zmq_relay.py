@@ -28,10 +28,10 @@ from observability.kv_stream import (
 )
 from observability.relay import (
     RelayConfig,
+    RelaySinks,
     RelaySource,
     RelayStatus,
     ZmqRelay,
-    ZmqSinkFactory,
     open_relay,
     zmq_relay,
 )
@@ -82,7 +82,7 @@ class RelayBench:
         return publisher
 
     def open(self, *sources: str, keys: CurveClientKeys | None = None, **settings: object) -> None:
-        sinks = ZmqSinkFactory(KVEventsConfig(**{"publisher": "zmq", "seq_base": "clock"} | LOOPBACK | settings))
+        sinks = RelaySinks(settings=KVEventsConfig(**{"publisher": "zmq", "seq_base": "clock"} | LOOPBACK | settings))
         config = RelayConfig(sources=tuple(map(RelaySource.parse, sources)), keys=keys, policy=QUICK)
         self.relay = self.stack.enter_context(open_relay(config, sinks=sinks, report=self.said.append))
         self.status = RelayStatus(relay=self.relay, sinks=sinks)

@@ -70,7 +70,7 @@ class JournalingPublisher(EventPublisher):
 class StatsSink:
     """Keeps statistics and KvMetrics."""
 
-    wants_metrics = True
+    wants_reports = True
 
     def __init__(self) -> None:
         self.stats: list[SchedulerStats] = []

@@ -96,7 +96,7 @@ def test_outputs_are_refused_not_waited_for_while_the_frontend_reads_nothing(
 def test_a_load_is_reported(reports: Reports) -> None:
     sender, read = reports
     sink = FrontendLoadSink(reports=sender)
-    assert sink.wants_load
+    assert sink.wants_reports
     sink.send(LoadSnapshot(sequence=4, num_running_reqs=2))
     sink.close()  # the process closes the socket
     sink.send(LoadSnapshot(sequence=5))

@@ -40,7 +40,7 @@ MODEL = ("chunk_base_us", "chunk_token_us", "chunk_million_pairs_us")
 class EncodingSink:
     """Encodes each ``KvMetrics`` as the wire does."""
 
-    wants_metrics: bool = True
+    wants_reports: bool = True
     num_sent: int = 0
 
     def send(self, metrics: KvMetrics) -> None:

@@ -23,7 +23,7 @@ from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler, Sched
 
 
 class SpanList(ListSink[RequestSpan]):
-    wants_spans = True
+    wants_reports = True
 
     def stats(self) -> SpanStats:
         return SpanStats(exported=len(self.sent))

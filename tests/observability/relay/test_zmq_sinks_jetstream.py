@@ -18,17 +18,15 @@ from observability.catalog import LOG_METRICS
 from observability.jetstream import (
     JetStreamConfig,
     LogAddress,
-    LogStats,
     open_jetstream_subscriber,
     open_jetstream_writer,
 )
-from observability.kv_stream import StreamState, open_subscriber, static_address
+from observability.kv_stream import LogStats, StreamState, open_subscriber, static_address
 from observability.relay import (
     RelayConfig,
+    RelaySinks,
     RelaySource,
-    TeeSinkFactory,
     ZmqRelay,
-    ZmqSinkFactory,
     open_relay,
     parse_relay_config,
 )
@@ -75,7 +73,7 @@ def test_readers_of_both_sinks_have_the_blocks_of_the_engine(
     config = JetStreamConfig(servers=free_server.url)
     try:
         writer = open_jetstream_writer(config, "pod-1")
-        sinks = TeeSinkFactory(others=ZmqSinkFactory(settings), writer=writer)
+        sinks = RelaySinks(settings=settings, writer=writer)
         sources = RelayConfig(sources=(RelaySource.parse(f"{endpoints[0]},{endpoints[1]}", topic=None),))
         with open_relay(sources, sinks=sinks, report=str) as relay, polled(relay):
             feeder = feed(engine)
@@ -129,7 +127,7 @@ def test_an_event_goes_into_the_log_as_received_bytes(endpoints: list[str], nats
     )
     try:
         writer = open_jetstream_writer(config, "pod-1")
-        sinks = TeeSinkFactory(others=ZmqSinkFactory(published), writer=writer)
+        sinks = RelaySinks(settings=published, writer=writer)
         sources = RelayConfig(sources=(RelaySource.parse(f"{endpoints[0]},{endpoints[1]}"),))
         with open_relay(sources, sinks=sinks, report=str) as relay, polled(relay):
             with open_jetstream_subscriber(config, [address]) as reader:
