@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -19,7 +20,6 @@ from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDi
 from scheduler_components.events import TIER_MEDIUM, KVCacheEvent, MediumGroup, Tier, medium_group
 from scheduler_components.hicache.controller import HiCacheController
 from scheduler_components.hicache.host_tier_pool import HostTierPool
-from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.hicache.prefetch_queue import PrefetchQueue
@@ -36,6 +36,9 @@ from scheduler_components.ports import (
 )
 from scheduler_components.values import TierStats
 from scheduler_components.values.page_operations import Instruction, IoEvent
+
+if TYPE_CHECKING:  # the host pool needs numpy, which a rank without tiers does not load
+    from scheduler_components.hicache.memory import HostPool
 
 __all__ = ["HiRadixCache", "HiCacheStepper"]
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from scheduler_components.cache import RadixNode
-from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
 from scheduler_components.values import PageHolding, PoolCount
+
+if TYPE_CHECKING:  # the host pool needs numpy, which a rank without tiers does not load
+    from scheduler_components.hicache.memory import HostPool
 
 __all__ = ["HOST_POOL", "HostTierPool"]
 
