@@ -37,7 +37,7 @@ from scheduler_components.ports import (
 from scheduler_components.values import TierStats
 from scheduler_components.values.page_operations import Instruction, IoEvent
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the host pool needs numpy, which a rank without tiers does not load
     from scheduler_components.hicache.memory import HostPool
 
 __all__ = ["HiRadixCache", "HiCacheStepper"]

@@ -15,7 +15,7 @@ from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
 from scheduler_components.values import PageHolding, PoolCount
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the host pool needs numpy, which a rank without tiers does not load
     from scheduler_components.hicache.memory import HostPool
 
 __all__ = ["HOST_POOL", "HostTierPool"]
