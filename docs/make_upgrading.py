@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from scheduler_components._internal.old_name_table import OLD_NAMES
+from scheduler_components._internal.old_name_table import OLD_NAMES, REMOVED_NAMES
 
 PAGE = Path(__file__).parent / "upgrading.md"
 
@@ -16,7 +16,8 @@ PAGE = Path(__file__).parent / "upgrading.md"
 def with_names(page: str) -> str:
     """Return ``page`` with the table between its marks."""
     rows = "".join(f"| `{old}` | `{new}` |\n" for old, new in OLD_NAMES.items())
-    table = f"| 0.4 | 0.5 |\n| --- | --- |\n{rows}"
+    removed = "".join(f"| `{name}` | {instead} |\n" for name, instead in REMOVED_NAMES.items())
+    table = f"| 0.4 | 0.5 |\n| --- | --- |\n{rows}\n| removed from 0.4 | instead |\n| --- | --- |\n{removed}"
     return re.sub(r"(<!-- names -->\n).*?(<!-- end -->)", rf"\1\n{table}\n\2", page, flags=re.DOTALL)
 
 

@@ -30,6 +30,7 @@ from zlib import crc32
 import attrs
 
 from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.old_names import old_names
 from scheduler_components._internal.validators import check_number, integer_validator, number_validator
 from scheduler_components.values import InputKind, InputMessage, ReceiverStats, RejectionReason, RequestRejection
 
@@ -313,3 +314,6 @@ class InputBlocker:
         self.stats.requests_held = 0
         for message in held.values():
             yield self._admit(message)
+
+
+__getattr__ = old_names(__name__)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.old_names import old_names
 from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError
 from scheduler_components.parallel_state import ParallelState
@@ -113,3 +114,6 @@ class MetricsEmitter:
         for name, source in self.sources.items():
             parts[_PLACES[name]] = source.stats()
         return tuple(parts)
+
+
+__getattr__ = old_names(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from scheduler_components._internal.old_names import old_names
 from scheduler_components.values import StallReport
 
 __all__ = ["CONTROL_PHASE", "IDLE_PHASE", "RECEIVE_PHASE", "StallDetector", "StepProgress"]
@@ -94,3 +95,6 @@ class StallDetector:
         progress.num_stalls += 1
         self._open = StallReport(self.rank, step, phase, request, waited_s)
         return self._open
+
+
+__getattr__ = old_names(__name__)

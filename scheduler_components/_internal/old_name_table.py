@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["OLD_NAMES"]
+__all__ = ["OLD_NAMES", "REMOVED_NAMES"]
 
 OLD_NAMES = {
     "observability.jetstream.LogStats": "observability.kv_stream.LogStats",
@@ -76,7 +76,6 @@ OLD_NAMES = {
     "scheduler_components.thread_sync": "scheduler_components.agreement.thread_sync",
     "scheduler_components.thread_watchdog": "scheduler_components.checks.thread_watchdog",
     "scheduler_components.thread_watchdog.LogStallSink": "scheduler_components.checks.thread_watchdog.log_stall",
-    "scheduler_components.tier_prefetcher": "scheduler_components.scheduling.tier_prefetcher",
     "scheduler_components.tier_prefetcher.PrefetchTiers": "scheduler_components.hicache.HiRadixCache",
     "scheduler_components.tier_prefetcher.PrefetchedRequest": "scheduler_components.scheduling.request_kv_cache.KvRequest",
     "scheduler_components.torch_profiler": "scheduler_components.checks.torch_profiler",
@@ -91,3 +90,25 @@ OLD_NAMES = {
     "scheduler_components.zmq_input_relay": "scheduler_components.receiving.zmq_input_relay",
 }
 """Old dotted name of a module, or of a name in a module -> the new one."""
+
+REMOVED_NAMES = {
+    "scheduler_components.batcher.NullPrefetcher": "leave RequestKvCache.tiers at None",
+    "scheduler_components.input_blocker.NullRejectionSink": "leave InputBlocker.reject at its default",
+    "scheduler_components.input_blocker.RejectionSink": "pass a function of the rejection and the message as InputBlocker.reject",
+    "scheduler_components.metrics_emitter.StatsSources": "MetricsEmitter.sources is a mapping from a field of SchedulerStats to its StatsSource",
+    "scheduler_components.ports.DivergenceSink": "pass a function of the DecisionDump as DecisionLog.sink, for example FileDivergenceSink(...).write",
+    "scheduler_components.ports.LoadSectionsSource": "give LoadInquirer.sections a function that returns LoadSections",
+    "scheduler_components.ports.NullDivergenceSink": "leave DecisionLog.sink at its default",
+    "scheduler_components.ports.NullHeldBlocksSource": "give no source (None)",
+    "scheduler_components.ports.NullKvMetricsSink": "give no metrics_sink (None)",
+    "scheduler_components.ports.NullLoadSectionsSource": "leave sections out",
+    "scheduler_components.ports.NullLoadSource": "give no load (None)",
+    "scheduler_components.ports.NullPageHook": "give no page_hook (None)",
+    "scheduler_components.ports.NullRateSource": "give no rates (None)",
+    "scheduler_components.request_deadlines.ExpiredRequest": "RequestDeadlines.pop_expired returns tuples of request, reason and problem",
+    "scheduler_components.request_kv_cache.NullRequestNamespaces": "RequestKvCache.namespace_of reads lora_id, hints.lora and session_id of the request",
+    "scheduler_components.request_kv_cache.RequestNamespaces": "RequestKvCache.namespace_of reads lora_id, hints.lora and session_id of the request",
+    "scheduler_components.tier_prefetcher.TierPrefetcher": "RequestKvCache(cache=..., tiers=...) fetches from the tiers below the device",
+    "scheduler_components.watchdog.StallSink": "pass a function of the StallReport as the watchdog's sink",
+}
+"""Names without a successor -> what to write instead."""

@@ -53,14 +53,18 @@ def old_names(module: str, new_module: str | None = None) -> Callable[[str], Any
     """
 
     def read(name: str) -> Any:
-        from scheduler_components._internal.old_name_table import OLD_NAMES
+        if name.startswith("__"):  # Python's own questions, such as for ``__path__``
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        from scheduler_components._internal.old_name_table import OLD_NAMES, REMOVED_NAMES
 
         old = f"{module}.{name}"
-        if old in OLD_NAMES and not name.startswith("__"):
+        if old in REMOVED_NAMES:
+            raise AttributeError(f"{old} was removed in 0.5: {REMOVED_NAMES[old]}")
+        if old in OLD_NAMES:
             _warn(old, OLD_NAMES[old])
             home, _, new_name = OLD_NAMES[old].rpartition(".")
             return getattr(import_module(home), new_name)
-        if new_module is None or name.startswith("__"):
+        if new_module is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return getattr(import_module(new_module), name)
 

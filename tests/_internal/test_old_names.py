@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_components._internal.old_name_table import OLD_NAMES
+from scheduler_components._internal.old_name_table import OLD_NAMES, REMOVED_NAMES
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +36,7 @@ def forget_old_modules() -> None:
 def test_every_public_name_of_0_4_works() -> None:
     failed = []
     for name in NAMES:
-        if name.startswith(REMOVED):
+        if name.startswith(REMOVED) or name in REMOVED_NAMES:
             continue
         try:
             with warnings.catch_warnings():
@@ -68,6 +68,14 @@ def test_the_warning_points_to_the_line_that_uses_the_old_name(tmp_path: Path) -
     ran = subprocess.run([sys.executable, "-W", "always", program], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, "AgreedQueue\n")
     assert re.search(rf"{program}:1: DeprecationWarning: scheduler_components\.agreed_queue is ", ran.stderr)
+
+
+def test_a_removed_name_says_what_to_write_instead() -> None:
+    for name, instead in REMOVED_NAMES.items():
+        assert name in NAMES
+        with pytest.raises(AttributeError) as raised:
+            read(name)
+        assert str(raised.value) == f"{name} was removed in 0.5: {instead}"
 
 
 def test_a_name_that_never_was_is_an_error() -> None:
