@@ -16,4 +16,4 @@ class HasUrl(Protocol):
 
 def config_of(*servers: HasUrl, **settings: Any) -> JetStreamConfig:
     """Return the configuration of writers and readers at these servers."""
-    return JetStreamConfig(servers=[server.url for server in servers], **settings)
+    return JetStreamConfig(servers=tuple(server.url for server in servers), **settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -14,7 +15,7 @@ from scheduler_components.kv_events.thread_backstop import Backstop
 
 RECEIVE_MS = 30_000
 LAST_PROBE = -1.0
-LOOPBACK: dict[str, object] = {
+LOOPBACK: dict[str, Any] = {
     "endpoint": "tcp://127.0.0.1:0",
     "replay_endpoint": "tcp://127.0.0.1:0",
     "bind": True,
@@ -107,7 +108,7 @@ def opened() -> Iterator[Callable[..., ZmqEventPublisher]]:
     threads = set(threading.enumerate())
 
     def open_publisher(
-        attn_dp_rank: int = 0, *, context: zmq.Context[Socket] | None = None, **options: object
+        attn_dp_rank: int = 0, *, context: zmq.Context[Socket] | None = None, **options: Any
     ) -> ZmqEventPublisher:
         config = KVEventsConfig(**(LOOPBACK | options))
         publishers.append(ZmqEventPublisher(attn_dp_rank, config=config, context=context))
