@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from scheduler_components.values.grammar import *
     from scheduler_components.values.kv_events import *
     from scheduler_components.values.load import *
-    from scheduler_components.values.metric import *
+    from scheduler_components.values.metric import HistogramSnapshot
     from scheduler_components.values.outputs import *
     from scheduler_components.values.pools import *
     from scheduler_components.values.receive import *
@@ -77,7 +77,6 @@ __all__ = [
     "LoraStats",
     "MemoryLoad",
     "MemoryTag",
-    "Metric",
     "OutputBatch",
     "OutputDelta",
     "OutputStats",
@@ -116,9 +115,6 @@ __all__ = [
     "TokenOutput",
     "TraceParent",
     "control_request_name",
-    "counter",
-    "gauge",
-    "histogram",
 ]
 
 __getattr__ = lazy_exports(
@@ -145,7 +141,7 @@ __getattr__ = lazy_exports(
             "AdapterLoad DecodeMoments DisaggregationLoad LoadSections LoadSnapshot LoraLoad MemoryLoad QueueLoad "
             "SpeculativeLoad"
         ),
-        "scheduler_components.values.metric": "HistogramSnapshot Metric counter gauge histogram",
+        "scheduler_components.values.metric": "HistogramSnapshot",
         "scheduler_components.values.outputs": "FinishReason OutputBatch OutputDelta TokenOutput",
         "scheduler_components.values.pools": (
             "AllocationAction AllocationRecord HeldCount KvPoolSnapshot PageHolding PoolCount StallReport"
