@@ -42,7 +42,7 @@ from scheduler_components.events import (
     MediumGroup,
     medium_group,
 )
-from scheduler_components.ports import HeldBlocksSource, KvEventSource, NullHeldBlocksSource
+from scheduler_components.ports import HeldBlocksSource, KvEventSource
 from scheduler_components.values import AllocationAction, AllocationRecord, IntegrityStats, PageHolding, PoolCount
 from scheduler_components.watchdog import StepProgress
 
@@ -451,8 +451,8 @@ class PoolInvariantChecker:
     policy: CheckPolicy = field(default_factory=CheckPolicy)
     progress: StepProgress = field(default_factory=StepProgress)
     log: AllocationLog | None = None
-    published: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
-    cached: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
+    published: HeldBlocksSource | None = None
+    cached: HeldBlocksSource | None = None
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     last_report: PoolReport | None = field(default=None, init=False, repr=False)
     _schedule: _Schedule = field(init=False, repr=False)
@@ -489,7 +489,8 @@ class PoolInvariantChecker:
         """
         counts = tuple(pool.count() for pool in self.pools)
         violations = [violation for pool in self.pools for violation in find_pool_violations(pool, self.log)]
-        violations += find_event_violations(self.published, self.cached)
+        if self.published is not None and self.cached is not None:
+            violations += find_event_violations(self.published, self.cached)
         self._counts["censuses"] += 1
         self._schedule.on_full_check(counts, self._count_extra_locks(counts))
         return PoolReport(self.progress.step, self._last_sound_step, counts, tuple(violations))

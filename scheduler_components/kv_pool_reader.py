@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from scheduler_components.ports import HeldBlocksSource, NullHeldBlocksSource
+from scheduler_components.ports import HeldBlocksSource
 from scheduler_components.values import KvPoolSnapshot
 
 __all__ = ["KvPoolReader"]
@@ -20,11 +20,11 @@ class KvPoolReader:
 
     Attributes:
         publisher: publishes the events that are recorded or pending before the read.
-        blocks: reads the pool; usually the cache.
+        blocks: reads the pool; usually the cache. None reads nothing.
     """
 
     publisher: SchedulerKvEventsPublisher
-    blocks: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
+    blocks: HeldBlocksSource | None = None
 
     def read(self) -> KvPoolSnapshot:
         """Return the blocks of the pool. Call it on the scheduler's thread, between steps.
@@ -34,4 +34,5 @@ class KvPoolReader:
         self.publisher.flush()
         stats = self.publisher.stats()
         sequence = None if stats.batches_pending else stats.last_sequence
-        return KvPoolSnapshot(self.blocks.held_blocks(), sequence, self.publisher.parallel.kv_stream_index)
+        blocks = {} if self.blocks is None else self.blocks.held_blocks()
+        return KvPoolSnapshot(blocks, sequence, self.publisher.parallel.kv_stream_index)

@@ -9,18 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from observability.kv_stream.batch_applier import BatchApplier, NullStreamListener, StreamListener
-from observability.kv_stream.follower import FollowPolicy, StreamFollower
-from observability.kv_stream.frames import FrameParser
-from observability.kv_stream.rank_set import RankSet
-from observability.kv_stream.stream_cursor import StreamCursor
-from observability.kv_stream.stream_state import StreamState
-from observability.kv_stream.stream_stats import LogStats, RelayedStreamStats, StreamPosition, StreamStats
-from observability.kv_stream.view import BlockView, CountingView
 from scheduler_components._internal.lazy import lazy_exports
-from scheduler_components.events import Tier
 
 if TYPE_CHECKING:
+    from observability.kv_stream.batch_applier import BatchApplier, NullStreamListener, StreamListener
     from observability.kv_stream.discovery import (
         NoStreamsError,
         UnreachableError,
@@ -32,9 +24,17 @@ if TYPE_CHECKING:
         parse_worker_url,
         static_address,
     )
+    from observability.kv_stream.follower import FollowPolicy, StreamFollower
+    from observability.kv_stream.frames import FrameParser
+    from observability.kv_stream.rank_set import RankSet
+    from observability.kv_stream.stream_cursor import StreamCursor
+    from observability.kv_stream.stream_state import StreamState
+    from observability.kv_stream.stream_stats import LogStats, RelayedStreamStats, StreamPosition, StreamStats
     from observability.kv_stream.thread_fair_rlock import FairRLock
+    from observability.kv_stream.view import BlockView, CountingView
     from observability.kv_stream.zmq_async_subscriber import AsyncSubscriber, open_async_subscriber
     from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber, wait_any
+    from scheduler_components.events import Tier
 
 __all__ = [
     # the addresses of a worker's streams
@@ -77,6 +77,15 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
+        "observability.kv_stream.batch_applier": "BatchApplier NullStreamListener StreamListener",
+        "observability.kv_stream.follower": "FollowPolicy StreamFollower",
+        "observability.kv_stream.frames": "FrameParser",
+        "observability.kv_stream.rank_set": "RankSet",
+        "observability.kv_stream.stream_cursor": "StreamCursor",
+        "observability.kv_stream.stream_state": "StreamState",
+        "observability.kv_stream.stream_stats": "LogStats RelayedStreamStats StreamPosition StreamStats",
+        "observability.kv_stream.view": "BlockView CountingView",
+        "scheduler_components.events": "Tier",
         "observability.kv_stream.discovery": (
             "NoStreamsError UnreachableError parse_addresses static_address discover fetch_json fetch_page "
             "escape_unprintable parse_worker_url"

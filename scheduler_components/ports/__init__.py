@@ -1,8 +1,8 @@
 """Ports: the interfaces that users implement or that several components call.
 
 Any object with the members fits; nothing inherits from a port. Each port has at most five members, and a component asks
-for the smallest port that suffices. `NullX` is the null object of port `X`, for a component that can do without it:
-no caller writes `if enabled`. Sources are read late, so a scheduler that rebinds ``self.running`` needs no lambda.
+for the smallest port that suffices. A component that can do without a port takes None, or `NullX`, the null object of
+port `X`. Sources are read late, so a scheduler that rebinds ``self.running`` needs no lambda.
 
 An interface with one consumer is declared in the file of that consumer.
 """
@@ -48,7 +48,6 @@ __all__ = [
     "NullComputeGate",
     "NullCopyEvent",
     "NullDecisionLog",
-    "NullHeldBlocksSource",
     "NullIdlePages",
     "NullLayerDoneCounter",
     "NullMetricsSink",
@@ -82,8 +81,8 @@ __getattr__ = lazy_exports(
         "scheduler_components.ports.control": "ComputeGate NullComputeGate",
         "scheduler_components.ports.decisions": "DecisionSink NullDecisionLog",
         "scheduler_components.ports.grammar": "CompiledGrammar GrammarBackend GrammarMatcher",
-        "scheduler_components.ports.kv_events": ("HeldBlocksSource KvEventSink KvEventSource NullHeldBlocksSource"),
-        "scheduler_components.ports.load": ("LoadSource PoolSource QueueSource QueuedRequest RateSource"),
+        "scheduler_components.ports.kv_events": "HeldBlocksSource KvEventSink KvEventSource",
+        "scheduler_components.ports.load": "LoadSource PoolSource QueueSource QueuedRequest RateSource",
         "scheduler_components.ports.metrics": (
             "MetricsSink NullMetricsSink NullReportSink NullSpanSink ReportSink SpanSink"
         ),

@@ -12,7 +12,6 @@ __all__ = [
     "HeldBlocksSource",
     "KvEventSink",
     "KvEventSource",
-    "NullHeldBlocksSource",
 ]
 
 
@@ -38,13 +37,6 @@ class HeldBlocksSource(Protocol):
         `events.medium_group` computes the place of an event.
         """
         ...
-
-
-class NullHeldBlocksSource:
-    """The source of an engine whose pool cannot be read. It names no place, so nothing is compared."""
-
-    def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
-        return {}
 
 
 class KvEventSink(Protocol):
