@@ -29,7 +29,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.sink = Sink()
-        self.stream = RelayedStream(0, self.sink, wall_clock=lambda: 5.0)
+        self.stream = RelayedStream(0, (self.sink,), wall_clock=lambda: 5.0)
         self.stream.merger.add_source(0)
         self.listener = SourceListener(0, {0: self.stream})
         self.apply(OLD)
