@@ -56,16 +56,22 @@ def planted_list() -> list[str]:
     return sorted(_planted_lines() + _collected_lines())
 
 
+def _names(line: str) -> set[str]:
+    """Return the variant of a line and its parts: tests may begin or cease to name the check beside the variant."""
+    variant = line.partition("\t")[0].replace(" ", "")
+    return {variant, *variant.split("-")}
+
+
 def lost(before: list[str], after: list[str]) -> list[str]:
     """Return the lines of ``before`` whose variant ``after`` has less often. Of a planted bug, one line suffices."""
-    left = Counter(line.partition("\t")[0] for line in after)
-    planted = {_words(name) for name in PLANTED}
+    left = Counter(name for line in after for name in _names(line))
+    planted = {name.replace("_", "") for name in PLANTED}
     missing = []
     for line in before:
-        variant = line.partition("\t")[0]
-        left[variant] -= variant not in planted
-        if left[variant] < (variant in planted):
+        name = max(_names(line), key=lambda each: left[each])
+        if left[name] < 1:
             missing.append(line)
+        left[name] -= name not in planted
     return missing
 
 
