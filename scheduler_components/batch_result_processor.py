@@ -112,7 +112,13 @@ class ResultObserver(Protocol[Request_contra]):
 
 
 class NullResultObserver:
-    """The observer of a scheduler that counts nothing."""
+    """The observer of a scheduler that counts nothing, neither its results nor its batches (``BatchObserver``)."""
+
+    def on_admitted(self, request: object) -> None:
+        pass
+
+    def on_retracted(self, request: object) -> None:
+        pass
 
     def on_tokens(self, requests: Sequence[object], num_tokens: Sequence[int]) -> None:
         pass

@@ -36,7 +36,9 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from scheduler_components._internal.old_names import old_names
+from scheduler_components.batch_result_processor import NullResultObserver
 from scheduler_components.ports import (
+    BatchedRequest,
     ComputeGate,
     DecisionSink,
     IdlePages,
@@ -44,7 +46,6 @@ from scheduler_components.ports import (
     NullDecisionLog,
     NullIdlePages,
     PreemptionPolicy,
-    SchedulableRequest,
     SchedulingPolicy,
 )
 from scheduler_components.scheduling.admission_budget import (
@@ -57,9 +58,9 @@ from scheduler_components.scheduling.admission_budget import (
 )
 from scheduler_components.scheduling.dp_attn import DpBatchSync, PrefillIntent
 from scheduler_components.scheduling.dynamic_chunk_sizer import DynamicChunkSizer
-from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
+from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.scheduling.preemption_policy import LatestArrival
-from scheduler_components.scheduling.request_queues import RequestQueues, TrackedRequest
+from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.scheduling.scheduling_policy import FirstComeFirstServed, ignores_batches
 from scheduler_components.values import (
     BatchShape,
@@ -73,12 +74,8 @@ from scheduler_components.values import (
 __all__ = [
     "BatchConditions",
     "BatchObserver",
-    "BatchedRequest",
     "Batcher",
     "KvAllocator",
-    "NullBatchObserver",
-    "NullPrefetcher",
-    "Prefetcher",
 ]
 
 logger = logging.getLogger(__name__)
@@ -91,34 +88,6 @@ _MAX_PREFILL_STEPS = 16
 never take a slot for long, so without a limit they could hold up decodes for ever."""
 
 
-class BatchedRequest(TrackedRequest, SchedulableRequest, RunningRequest, Protocol):
-    """A request, as ``Batcher`` reads and writes it: the scheduler's own class.
-
-    Attributes:
-        prefill_end: number of its tokens at the last admission; computing positions below it is prefill.
-        num_retractions: how often it was preempted.
-    """
-
-    arrival: int
-    prefill_end: int
-    num_retractions: int
-
-    @property
-    def pages(self) -> Sequence[int]:
-        """KV pages that it holds."""
-        ...
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Positions whose KV is in ``pages``."""
-        ...
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Positions to compute before the next token is known."""
-        ...
-
-
 R = TypeVar("R", bound=BatchedRequest)
 
 _arrival = attrgetter("arrival")
@@ -126,43 +95,20 @@ Request_contra = TypeVar("Request_contra", contravariant=True)
 
 
 class KvAllocator(Protocol[Request_contra]):
-    """Assigns KV pages to requests: ``RequestKvCache``, or a wrapper that also counts the pools of a hybrid model."""
+    """Fetches and assigns KV pages: ``RequestKvCache``, or a wrapper that also counts the pools of a hybrid model.
 
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-        ...
-
-    @property
-    def available_pages(self) -> int:
-        """Pages that can be allocated now."""
-        ...
-
-    @property
-    def token_usage(self) -> float:
-        """Share of the pool that requests hold, 0 to 1. Read under DP attention."""
-        ...
-
-    def match(self, request: Request_contra) -> None:
-        """Match and lock the cached prefix of a request that is about to run."""
-        ...
-
-    def grow(self, request: Request_contra, num_tokens: int) -> bool:
-        """Allocate pages for ``num_tokens`` more positions. Return False, without a change, if the pool is full."""
-        ...
-
-    def free(self, request: Request_contra) -> None:
-        """Release all pages. Computed ones may stay in the cache."""
-        ...
-
-
-class Prefetcher(Protocol[Request_contra]):
-    """Fetches the pages of waiting requests from lower tiers.
-
-    Attributes:
-        num_look_ahead: waiting requests behind the next one that are asked for already; 0 if none ever waits for pages.
-        num_pending_pages: device pages that copies between tiers hold, and that can be allocated after them.
+    Its members are those of ``RequestKvCache``. They are twelve, because the pages of a request come from its cache,
+    from lower tiers and from the free list.
     """
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def available_pages(self) -> int: ...
+
+    @property
+    def token_usage(self) -> float: ...
 
     @property
     def num_look_ahead(self) -> int: ...
@@ -170,33 +116,19 @@ class Prefetcher(Protocol[Request_contra]):
     @property
     def num_pending_pages(self) -> int: ...
 
-    def is_ready(self, request: Request_contra, *, is_next: bool) -> bool:
-        """Return whether a waiting request has no pages to wait for. Start to fetch them if necessary."""
-        ...
+    def match_length(self, request: Request_contra) -> int: ...
 
-    def on_admitted(self, request: Request_contra) -> None:
-        """Handle that a request begins to run with the pages that it has."""
-        ...
+    def is_ready(self, request: Request_contra, *, is_next: bool) -> bool: ...
 
-    def on_preempted(self, request: Request_contra) -> None:
-        """Handle that a request has given its full pages to the cache: copy them to a lower tier if there is one."""
-        ...
+    def match(self, request: Request_contra) -> None: ...
 
+    def grow(self, request: Request_contra, num_tokens: int) -> bool: ...
 
-class NullPrefetcher:
-    """The prefetcher of a cache without lower tiers."""
+    def free(self, request: Request_contra) -> None: ...
 
-    num_look_ahead = 0
-    num_pending_pages = 0
+    def on_admitted(self, request: Request_contra) -> None: ...
 
-    def is_ready(self, request: object, *, is_next: bool) -> bool:
-        return True
-
-    def on_admitted(self, request: object) -> None:
-        pass
-
-    def on_preempted(self, request: object) -> None:
-        pass
+    def on_preempted(self, request: Request_contra) -> None: ...
 
 
 class BatchObserver(Protocol[Request_contra]):
@@ -211,18 +143,8 @@ class BatchObserver(Protocol[Request_contra]):
         ...
 
 
-class NullBatchObserver:
-    """The observer of a batcher that nothing watches."""
-
-    def on_admitted(self, request: object) -> None:
-        pass
-
-    def on_retracted(self, request: object) -> None:
-        pass
-
-
 @dataclass(slots=True, kw_only=True)
-class BatchConditions(Generic[R]):
+class BatchConditions:
     """What limits a batch besides sizes, queues and pages.
 
     Attributes:
@@ -230,7 +152,6 @@ class BatchConditions(Generic[R]):
         dp: exchange with the other replicas under DP attention; by default there are none.
         new_token_ratio: share of a request's possible output that an admission reserves now.
         chunk_sizer: limits the length of the next chunk of a prompt.
-        prefetcher: says whether the pages of a waiting request are still being fetched.
         idle_pages: locked pages that are released before a request is preempted, or refused for lack of pages.
     """
 
@@ -238,7 +159,6 @@ class BatchConditions(Generic[R]):
     dp: DpBatchSync = field(default_factory=DpBatchSync)
     new_token_ratio: NewTokenRatioTracker = field(default_factory=NewTokenRatioTracker)
     chunk_sizer: DynamicChunkSizer = field(default_factory=DynamicChunkSizer)
-    prefetcher: Prefetcher[R] = field(default_factory=NullPrefetcher)
     idle_pages: IdlePages = field(default_factory=NullIdlePages)
 
     @property
@@ -257,7 +177,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
         kv_cache: allocates and frees the pages of requests.
         policy: orders the waiting requests.
         preemption: selects the request that gives up its pages.
-        conditions: control requests, other replicas, the new-token ratio, the length of chunks, prefetches.
+        conditions: control requests, other replicas, the new-token ratio, the length of chunks.
         observer: counts and times admissions and preemptions; no decision depends on it.
         decisions: where it notes what it decides.
         num_steps: batches so far.
@@ -271,8 +191,8 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
     kv_cache: KvAllocator[R]
     policy: SchedulingPolicy[R] = field(default_factory=FirstComeFirstServed)
     preemption: PreemptionPolicy[R] = field(default_factory=LatestArrival)
-    conditions: BatchConditions[R] = field(default_factory=BatchConditions)
-    observer: BatchObserver[R] = field(default_factory=NullBatchObserver)
+    conditions: BatchConditions = field(default_factory=BatchConditions)
+    observer: BatchObserver[R] = field(default_factory=NullResultObserver)
     decisions: DecisionSink = field(default_factory=NullDecisionLog)
     num_steps: int = field(default=0, init=False)
     refusals: dict[RefusalReason, int] = field(default_factory=dict, init=False)
@@ -303,7 +223,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
             return False
         if not queues.num_admissible or not conditions.can_admit:
             return True
-        is_passed_over = self._num_prefill_steps >= _MAX_PREFILL_STEPS or conditions.prefetcher.num_look_ahead
+        is_passed_over = self._num_prefill_steps >= _MAX_PREFILL_STEPS or self.kv_cache.num_look_ahead
         return self._lasting_refusal() is not None and not is_passed_over
 
     def skip_decodes(self, num_steps: int) -> None:
@@ -350,6 +270,14 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
             self._discard_from_policy(request)
         self.queues.finish(request, reason)
         self.decisions.note("finish", request.arrival, reason.value)
+
+    def on_results(self, batch: ScheduledBatch[R]) -> None:
+        """Handle that the results of a batch were applied and its ended requests were streamed."""
+        if batch.num_prefill_tokens:
+            for chunk in batch.chunks:
+                if chunk.is_prefill:
+                    self.queues.update_prefill_tokens(chunk.request)
+        self.queues.on_aborts_streamed()
 
     def retract_all(self) -> int:
         """Move every running request back to the waiting queue, with its output, and return their number."""
@@ -460,7 +388,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
                 victim = self._select_victim()
                 budget_tokens += self._remove_chunk(chunks, victim)
                 self._retract(victim)
-                self.conditions.prefetcher.on_preempted(victim)
+                self.kv_cache.on_preempted(victim)
                 num_retracted += 1
                 if victim is request:
                     break
@@ -473,7 +401,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
 
     def _has_pages_coming(self, request: R, num_tokens: int) -> bool:
         """Return True if the pool has room for a request once copies between tiers have ended."""
-        num_pending = self.conditions.prefetcher.num_pending_pages
+        num_pending = self.kv_cache.num_pending_pages
         if not num_pending:
             return False
         num_pages = -(-(request.num_computed_tokens + num_tokens) // self.kv_cache.page_size)
@@ -531,9 +459,9 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
         """Admit waiting requests in the order of the policy, by rule 3. Return how many were admitted."""
         if not self.queues.num_admissible:
             return 0
-        budget, prefetcher = self._make_budget(chunks), self.conditions.prefetcher
+        budget, kv_cache = self._make_budget(chunks), self.kv_cache
         refusal = budget.refusal_of(AdmissionDemand())
-        if refusal is not None and not prefetcher.num_look_ahead:
+        if refusal is not None and not kv_cache.num_look_ahead:
             self._count(refusal)  # the order is not read
             return 0
         order = self._order()
@@ -548,8 +476,8 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
             if not may_skip or num_skipped == _MAX_SKIPPED:
                 break
             num_skipped += 1
-        for request in islice(order, prefetcher.num_look_ahead):
-            prefetcher.is_ready(request, is_next=False)
+        for request in islice(order, kv_cache.num_look_ahead):
+            kv_cache.is_ready(request, is_next=False)
         return num_admitted
 
     def _make_budget(self, chunks: list[ScheduledChunk[R]]) -> AdmissionBudget:
@@ -580,7 +508,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
         """Lock the cached prefix of a waiting request, admit it and add its first chunk, or return why not."""
         tenant, kv_cache = request.hints.tenant, self.kv_cache
         refusal = budget.refusal_of(AdmissionDemand(tenant=tenant))
-        if refusal is None and not self.conditions.prefetcher.is_ready(request, is_next=True):
+        if refusal is None and not kv_cache.is_ready(request, is_next=True):
             refusal = "not_ready"
         if refusal is not None:
             return refusal
@@ -604,7 +532,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
         request.prefill_end = request.num_input_tokens
         self._discard_from_policy(request)
         self.queues.admit(request)
-        self.conditions.prefetcher.on_admitted(request)
+        kv_cache.on_admitted(request)
         self.observer.on_admitted(request)
         num_tokens = self._next_chunk_tokens(request, request.num_prefill_tokens_left, budget.tokens)
         self.decisions.note("admit", request.arrival, request.num_cached_tokens, num_tokens)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kit.variants import found, instead_of, variants
 
 from scheduler_components.batcher import BatchConditions, Batcher
+from scheduler_components.cache import PrefixNamespace
 from scheduler_components.scheduling.admission_budget import BatchLimits
 from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.scheduling.preemption_policy import PREEMPTION_POLICY_NAMES, make_preemption_policy
@@ -29,7 +30,7 @@ from scheduler_components.testing.batcher_session import (
     OpenBatcher,
     PlannedRequest,
 )
-from scheduler_components.values import RequestHints, RequestState
+from scheduler_components.values import CachedTokens, RequestHints, RequestState
 
 Fcfs = FirstComeFirstServed[CheckedRequest]
 
@@ -125,7 +126,7 @@ def test_a_policy_that_fails_is_replaced_and_reported_once(name: str, caplog: py
     assert failing.batcher.num_replaced_policies == 1
 
 
-OTHER = CheckedRequest(rid="other", token_ids=[1], num_prompt_tokens=1, max_new_tokens=1)
+OTHER = CheckedRequest("other", [1], 1)
 
 
 @pytest.mark.parametrize("select_victim", [lambda candidates: OTHER, lambda candidates: {}["no key"]])
@@ -275,31 +276,33 @@ def test_no_request_is_admitted_in_a_step_that_preempts_one() -> None:
 
 
 class Copies:
-    """A prefetcher whose copies hold pages."""
+    """Tiers whose copies hold pages."""
 
-    num_look_ahead, num_pending_pages = 0, 0
+    num_pages_in_transfer = num_look_ahead = 0
 
     def __init__(self) -> None:
-        self.preempted: list[str] = []
+        self.prefetch_queue, self.written = self, []
 
-    def is_ready(self, request: CheckedRequest, *, is_next: bool) -> bool:
+    def start(self, *_: object) -> None: ...
+
+    def is_done(self, *_: object, is_next: bool) -> bool:
         return True
 
-    def on_admitted(self, request: CheckedRequest) -> None:
-        pass
+    def record_admission(self, rid: str, **_: int) -> CachedTokens:
+        return CachedTokens()
 
-    def on_preempted(self, request: CheckedRequest) -> None:
-        self.preempted.append(request.rid)
+    def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
+        self.written.append(list(token_ids))
 
 
 def test_a_request_waits_for_pages_that_copies_return_and_preempts_no_one_for_them() -> None:
     copies = Copies()
     session = a_session(opening(ratio=0.0), num_pages=5)
-    session.batcher.conditions.prefetcher = copies
+    session.kv_cache.tiers = copies
     for number in range(2):
         session.add(planned(first=100 * number, prompt=8, new=12))
     session.step()
-    copies.num_pending_pages = 1
+    copies.num_pages_in_transfer = 1
     while len(session.step().chunks) == 2:
         pass
     third = session.add(planned(first=500, prompt=1, new=1))
@@ -307,9 +310,9 @@ def test_a_request_waits_for_pages_that_copies_return_and_preempts_no_one_for_th
         batch = session.step()
         assert (len(batch.chunks), batch.num_admitted, batch.num_retracted) == (1, 0, 0)
     assert len(session.queues.running) == 2 and third.state is RequestState.WAITING
-    copies.num_pending_pages = 0
+    copies.num_pages_in_transfer = 0
     assert session.step().num_retracted == 1
-    assert copies.preempted == ["r1"]
+    assert copies.written == [session.requests[1].token_ids]
 
 
 # Modes.

@@ -20,7 +20,7 @@ from scheduler_components import ParallelState
 from scheduler_components.cache import RadixNode
 from scheduler_components.checks.pool_stats_observer import RadixCachePool
 from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.scheduling.request_kv_cache import KV_POOL, RequestKvCache, RequestPageHolders
+from scheduler_components.scheduling.request_kv_cache import KV_POOL, RequestKvCache
 from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.values import AllocationRecord, FinishReason, PageHolding
 from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
@@ -93,11 +93,13 @@ class LeakyKvCache(RequestKvCache):
 LEAKS = variants(LeakyKvCache)
 
 
-class CountsAnsweringAlone(RequestPageHolders):
+class CountsAnsweringAlone(RequestQueues):
     """#20185: no page is lost, but what requests hold that have no token yet is left out of the count."""
 
+    __slots__ = ()
+
     def holdings(self) -> Iterator[PageHolding]:
-        answering = {each.rid for each in self.queues.running if each.num_output_tokens}
+        answering = {each.rid for each in self.running if each.num_output_tokens}
         return (each for each in super().holdings() if each.holder in answering)
 
 
@@ -117,8 +119,10 @@ def make_scheduler(
     device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
     config = SMALL if integrity is None else attrs.evolve(SMALL, integrity=integrity)
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device)
-    pages = scheduler.prefetcher.kv_cache
-    kv_cache = pages_class(cache=pages.cache, counters=pages.counters, allocation_log=pages.allocation_log)
+    pages = scheduler.kv_cache
+    kv_cache = pages_class(
+        cache=pages.cache, tiers=pages.tiers, counters=pages.counters, allocation_log=pages.allocation_log
+    )
     replace_kv_cache(scheduler, kv_cache)
     return scheduler
 
@@ -165,7 +169,7 @@ def test_a_false_leak_names_a_request_that_has_the_page() -> None:
     scheduler = make_scheduler()
     pool = checker_of(scheduler).pools[0]
     assert isinstance(pool, RadixCachePool)
-    pool.requests = CountsAnsweringAlone(queues=scheduler.queues)
+    scheduler.queues.__class__ = CountsAnsweringAlone
     report = serve(scheduler)
     assert report is not None
     for problem in report.violations:
@@ -181,7 +185,7 @@ def test_a_slot_that_is_not_freed_is_found_in_its_step() -> None:
     scheduler.queues = scheduler.batcher.queues = queues
     pages, slots = checker_of(scheduler).pools
     assert isinstance(pages, RadixCachePool) and isinstance(slots, RequestSlotPool)
-    pages.requests, slots.queues = RequestPageHolders(queues=queues), queues
+    pages.requests, slots.queues = queues, queues
     report = serve(scheduler)
     assert report is not None
     assert {(each.rule, each.pool) for each in report.violations} == {("count", "req"), ("lost", "req")}

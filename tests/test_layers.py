@@ -50,6 +50,7 @@ FLOORS = (
     ("scheduling",),
     ("waiting",),
     ("batcher",),
+    ("scheduling.composition",),
     ("profiler_manager",),
     ("load_publisher", "server_info", "kv_pool_reader", "torch_weight_updater"),
     ("quiesce",),

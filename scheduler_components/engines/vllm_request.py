@@ -11,10 +11,11 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from scheduler_components.cache import TableMatch
-from scheduler_components.values import FinishReason, RequestHints, RequestState
+from scheduler_components.scheduling.request import SchedulingState
+from scheduler_components.values import CachedTokens, RequestHints, RequestTimeouts
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -50,57 +51,31 @@ def hints_of(request: Request) -> RequestHints:
     )
 
 
-class VllmRequest:
-    """A request of vLLM with the kit's own facts about it.
+class VllmRequest(SchedulingState[TableMatch]):
+    """A request of vLLM with the members of the kit's ``Request``. vLLM keeps the tokens, the limits and the status.
 
     Attributes:
         theirs: vLLM's request.
         arrival: number of its submission; a preemption does not change it.
         max_model_len: tokens at which vLLM ends it, whatever it asked for.
         hints: what the client says about the order.
-        prefill_end: number of its tokens at the last admission; computing positions below it is prefill.
-        num_cached_tokens: tokens that the cache covered at the last match.
-        state, finish_reason, pages, num_cached_pages, node, num_computed_tokens, num_retractions, is_sampled: written
-            by ``Batcher`` and ``RequestKvCache``.
+        lora_id, session_id, timeouts: none.
         num_sent_pages: pages that vLLM's worker has in its own block table; 0 while the request has no pages.
         is_known: the worker has the request's prompt.
     """
 
-    __slots__ = (
-        "_tokens",
-        "arrival",
-        "finish_reason",
-        "hints",
-        "is_known",
-        "is_sampled",
-        "max_model_len",
-        "node",
-        "num_cached_pages",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_retractions",
-        "num_sent_pages",
-        "pages",
-        "prefill_end",
-        "state",
-        "theirs",
-    )
+    lora_id: ClassVar[None] = None
+    session_id: ClassVar[None] = None
+    timeouts: ClassVar[RequestTimeouts] = RequestTimeouts()
+
+    __slots__ = ("_tokens", "hints", "is_known", "max_model_len", "num_sent_pages", "theirs")
 
     def __init__(self, theirs: Request, arrival: int, max_model_len: int) -> None:
+        super().__init__()
         self.theirs = theirs
         self.arrival = arrival
         self.max_model_len = max_model_len
         self.hints = hints_of(theirs)
-        self.prefill_end = 0
-        self.num_cached_tokens = 0
-        self.state = RequestState.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.pages: list[int] = []
-        self.num_cached_pages = 0
-        self.node: TableMatch | None = None
-        self.num_computed_tokens = 0
-        self.num_retractions = 0
-        self.is_sampled = False
         self.num_sent_pages = 0
         self.is_known = False
         self._tokens = array("I")
@@ -129,6 +104,11 @@ class VllmRequest:
         return num_tokens
 
     @property
+    def num_prompt_tokens(self) -> int:
+        num_tokens: int = self.theirs.num_prompt_tokens
+        return num_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         num_tokens: int = self.theirs.num_output_tokens
         return num_tokens
@@ -148,6 +128,9 @@ class VllmRequest:
     @property
     def num_prefill_tokens_left(self) -> int:
         return max(0, self.prefill_end - self.num_computed_tokens)
+
+    def record_cached_prompt(self, cached: CachedTokens) -> None:
+        """Do nothing: vLLM reports the cached tokens of the device only."""
 
     def __repr__(self) -> str:
         return f"<VllmRequest {self.rid!r} {self.state.value} arrival={self.arrival}>"

@@ -35,24 +35,26 @@ from vllm.v1.request import RequestStatus
 
 from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.cache import BlockTableCache
-from scheduler_components.checks.pool_stats_observer import BlockTablePool, PoolStatsObserver
+from scheduler_components.checks.pool_stats_observer import BlockTablePool
 from scheduler_components.engines.settings import SchedulerSettings, read_scheduler_settings
 from scheduler_components.engines.vllm import open_event_stream
 from scheduler_components.engines.vllm_request import VllmRequest
 from scheduler_components.errors import CacheIntegrityError, ConfigError
-from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker, PublishedBlocks
-from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
+from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.metrics import open_shm_metrics_sink
 from scheduler_components.metrics.shm_metrics_board import ShmMetricsSink
-from scheduler_components.metrics_emitter import LiveStats, MetricsEmitter
+from scheduler_components.metrics_emitter import LiveStats
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullMetricsSink
 from scheduler_components.scheduling.admission_budget import BatchLimits
-from scheduler_components.scheduling.preemption_policy import make_preemption_policy
-from scheduler_components.scheduling.request_kv_cache import RequestKvCache, RequestPageHolders
-from scheduler_components.scheduling.request_queues import RequestQueues
-from scheduler_components.scheduling.scheduling_policy import make_policy
+from scheduler_components.scheduling.composition import (
+    SchedulerSinks,
+    compose_batcher,
+    compose_checks,
+    compose_reports,
+)
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.values import (
     FinishReason,
     RequestState,
@@ -60,7 +62,6 @@ from scheduler_components.values import (
     ScheduledChunk,
     SchedulerCounters,
 )
-from scheduler_components.watchdog import StepProgress
 
 if TYPE_CHECKING:
     from vllm.config import KVEventsConfig, VllmConfig
@@ -185,18 +186,16 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
             raise ConfigError("max_model_len", self.max_model_len, problem, "give a smaller one, or more blocks")
         self.counters = SchedulerCounters()
         self.kv_cache = RequestKvCache(cache=self.cache, counters=self.counters)
-        limits = _limits_of(vllm_config)
-        self.queues = RequestQueues[VllmRequest](max_running_requests=limits.max_running_requests)
         self.gate = PauseGate()
-        self.batcher = Batcher[VllmRequest](
-            limits=limits,
-            queues=self.queues,
-            kv_cache=self.kv_cache,
-            policy=make_policy(settings.policy, match_length=self.kv_cache.match_length),
-            preemption=make_preemption_policy(settings.preemption),
+        self.batcher: Batcher[VllmRequest] = compose_batcher(
+            self.kv_cache,
+            _limits_of(vllm_config),
+            schedule_policy=settings.policy,
+            preemption_policy=settings.preemption,
             conditions=BatchConditions(gate=self.gate),
             observer=self,
         )
+        self.queues = self.batcher.queues
         self._batch = ScheduledBatch[VllmRequest]()
         self._finished_ids: set[str] = set()
         self._finished_by_client: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
@@ -206,35 +205,27 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
 
     def _observe(self, vllm_config: VllmConfig, settings: SchedulerSettings) -> None:
         """Compose what reads the parts and decides nothing."""
-        parallel = _parallel_state_of(vllm_config)
-        pool = BlockTablePool(cache=self.cache, requests=RequestPageHolders(queues=self.queues))
-        published = PublishedBlocks(source=self.cache)
-        self.checker = PoolInvariantChecker(
-            pools=(pool,), policy=CheckPolicy(action=settings.checks), progress=StepProgress()
+        parallel, events_config = _parallel_state_of(vllm_config), vllm_config.kv_events_config
+        records_events = events_config is not None and events_config.enable_kv_cache_events
+        checks = compose_checks(
+            BlockTablePool(cache=self.cache, requests=self.queues),
+            self.cache,
+            CheckPolicy(action=settings.checks),
+            follows_events=records_events,
         )
-        if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
-            self.checker.published, self.checker.cached = published, self.cache
+        self.checker = checks.checker
         self.load = LoadInquirer(parallel=parallel, queues=self.queues, pool=self.cache)
-        events_config = vllm_config.kv_events_config
         stream = open_event_stream(events_config, parallel.kv_stream_index)  # noqa: SCH008 - vLLM makes no later call
         self._stream_config = stream.get_publisher_config()
-        self.kv_events = SchedulerKvEventsPublisher(
-            parallel=parallel, source=published, sink=stream.publisher, load=self.load
-        )
         directory = settings.metrics_directory
         self._metrics_sink: ShmMetricsSink | NullMetricsSink = NullMetricsSink()
         if directory:
             self._metrics_sink = open_shm_metrics_sink(Path(directory), parallel)  # noqa: SCH008 - as above
-        self.metrics = MetricsEmitter(
-            parallel=parallel,
-            load=self.load,
-            sink=self._metrics_sink,
-            sources={
-                "counters": LiveStats(self.counters),
-                "publisher": self.kv_events,
-                "integrity": self.checker,
-                "pools": PoolStatsObserver(pools=(pool,), page_size=self.cache.page_size),
-            },
+        self.kv_events, self.metrics = compose_reports(
+            self.load,
+            checks.events,
+            SchedulerSinks(events=stream.publisher, metrics=self._metrics_sink),
+            {"counters": LiveStats(self.counters), "integrity": self.checker, "pools": checks.pools},
         )
 
     # --- a request begins and ends ---
@@ -247,7 +238,7 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
             self._refused.append(request)
             return
         own = VllmRequest(request, arrival=-1, max_model_len=self.max_model_len)
-        own.num_cached_tokens = self.kv_cache.match_length(own)
+        self.kv_cache.start(own)
         self.batcher.add(own)
         self.counters.num_requests_total += 1
         self._record(request, EngineCoreEventType.QUEUED)

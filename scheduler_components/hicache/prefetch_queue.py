@@ -12,7 +12,7 @@ from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.transfers import LoadBack, Prefetch, TierTransfers
 from scheduler_components.values import CachedTokens
 
-__all__ = ["NullPrefetchQueue", "PrefetchQueue"]
+__all__ = ["PrefetchQueue"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,31 +168,3 @@ class PrefetchQueue:
         waiting.load = load
         waiting.num_loaded_pages += load.num_pages
         return not by_layer or load.num_pages < min(num_pages, num_left)
-
-
-class NullPrefetchQueue:
-    """The ``PrefetchQueue`` of a cache without host and storage tiers: no request waits for pages."""
-
-    num_look_ahead = 0
-
-    def start(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
-        pass
-
-    def is_done(
-        self,
-        rid: str,
-        token_ids: Sequence[int],
-        namespace: PrefixNamespace | None = None,
-        *,
-        is_next: bool = True,
-    ) -> bool:
-        return True
-
-    def prefetched_spans(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        return iter(())
-
-    def cancel(self, rid: str) -> None:
-        pass
-
-    def record_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:
-        return CachedTokens(device=cached_tokens)

@@ -62,7 +62,7 @@ __all__ = [
     "PageMover",
     "PageStore",
     "PoolSource",
-    "PreemptibleRequest",
+    "BatchedRequest",
     "PreemptionPolicy",
     "QueueSource",
     "QueuedRequest",
@@ -95,7 +95,7 @@ __getattr__ = lazy_exports(
             "AllocationSink IdlePages NullAllocationSink NullIdlePages NullPageHolders PageHolders"
         ),
         "scheduler_components.ports.scheduling": (
-            "PreemptibleRequest PreemptionPolicy SchedulableRequest SchedulingPolicy"
+            "BatchedRequest PreemptionPolicy SchedulableRequest SchedulingPolicy"
         ),
         "scheduler_components.ports.stats": "StatsSource",
     },

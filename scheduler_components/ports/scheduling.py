@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from scheduler_components.ports.load import QueuedRequest
-from scheduler_components.values import RequestHints, ScheduledChunk
+from scheduler_components.values import FinishReason, RequestHints, RequestState, RequestTimeouts, ScheduledChunk
 
-__all__ = ["PreemptibleRequest", "PreemptionPolicy", "SchedulableRequest", "SchedulingPolicy"]
+__all__ = ["BatchedRequest", "PreemptionPolicy", "SchedulableRequest", "SchedulingPolicy"]
 
 
 class SchedulableRequest(QueuedRequest, Protocol):
-    """A waiting request, as a scheduling policy reads it: the scheduler's own class."""
+    """What waits: a request, as a scheduling policy reads it: the scheduler's own class."""
 
     @property
     def rid(self) -> str:
@@ -43,6 +43,43 @@ class SchedulableRequest(QueuedRequest, Protocol):
     def hints(self) -> RequestHints:
         """What the client says about the order."""
         ...
+
+
+class BatchedRequest(SchedulableRequest, Protocol):
+    """What is batched: a request in flight, as queues, batcher and preemption policies read and write it.
+
+    ``scheduling.request.Request`` describes the members.
+    """
+
+    arrival: int
+    state: RequestState
+    finish_reason: FinishReason | None
+    prefill_end: int
+    num_retractions: int
+
+    @property
+    def timeouts(self) -> RequestTimeouts: ...
+
+    @property
+    def pages(self) -> Sequence[int]: ...
+
+    @property
+    def num_cached_pages(self) -> int: ...
+
+    @property
+    def node(self) -> object: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def num_uncomputed_tokens(self) -> int: ...
+
+    @property
+    def num_prefill_tokens_left(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
 
 
 R = TypeVar("R", bound=SchedulableRequest)
@@ -78,31 +115,7 @@ class SchedulingPolicy(Protocol[R]):
         ...
 
 
-class PreemptibleRequest(Protocol):
-    """A running request, as a preemption policy reads it: the scheduler's own class."""
-
-    @property
-    def arrival(self) -> int:
-        """Number of its submission: unique, ascending, kept when the request is preempted."""
-        ...
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Positions whose KV is in its pages."""
-        ...
-
-    @property
-    def num_output_tokens_left(self) -> int:
-        """Tokens that may still be generated."""
-        ...
-
-    @property
-    def hints(self) -> RequestHints:
-        """What the client says about the order."""
-        ...
-
-
-P = TypeVar("P", bound=PreemptibleRequest)
+P = TypeVar("P", bound=BatchedRequest)
 
 
 class PreemptionPolicy(Protocol[P]):

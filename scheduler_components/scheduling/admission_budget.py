@@ -7,15 +7,16 @@ what the running requests may still allocate. SGLang's ``PrefillAdder`` and vLLM
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import attrs
 import msgspec
 
 from scheduler_components._internal.validators import MAX_TOKENS, check_integer, choice_validator, integer_validator
 from scheduler_components.errors import ConfigError
+from scheduler_components.ports import BatchedRequest
 from scheduler_components.values import RefusalReason
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
     "AdmissionDemand",
     "BatchLimits",
     "BatchMode",
-    "EstimatedRequest",
     "estimate_pages",
     "estimate_pages_to_allocate",
     "prefill_chunk",
@@ -72,31 +72,12 @@ class BatchLimits:
     head_of_line_blocking: bool = True
 
 
-class EstimatedRequest(Protocol):
-    """A request, as its need of pages is estimated: the scheduler's own class."""
-
-    @property
-    def num_input_tokens(self) -> int:
-        """Tokens to prefill if none is cached."""
-        ...
-
-    @property
-    def num_output_tokens_left(self) -> int:
-        """Tokens that may still be generated."""
-        ...
-
-    @property
-    def pages(self) -> Sized:
-        """Pages that it holds."""
-        ...
-
-
 def prefill_chunk(num_tokens_left: int, *, chunk_tokens: int, budget_tokens: int) -> int:
     """Return the number of tokens of a prefill that this step computes."""
     return min(num_tokens_left, chunk_tokens, budget_tokens)
 
 
-def estimate_pages(request: EstimatedRequest, *, page_size: int, new_token_ratio: float) -> int:
+def estimate_pages(request: BatchedRequest, *, page_size: int, new_token_ratio: float) -> int:
     """Return how many pages a request is expected to hold at its end, with ``new_token_ratio`` of its possible output.
 
     The last token needs no KV. The number is never more than a request needs that uses all of its output, so a pool
@@ -106,7 +87,7 @@ def estimate_pages(request: EstimatedRequest, *, page_size: int, new_token_ratio
     return -(-(request.num_input_tokens + num_output_positions) // page_size)
 
 
-def estimate_pages_to_allocate(requests: Iterable[EstimatedRequest], *, page_size: int, new_token_ratio: float) -> int:
+def estimate_pages_to_allocate(requests: Iterable[BatchedRequest], *, page_size: int, new_token_ratio: float) -> int:
     """Return how many pages running requests are expected to allocate in addition to those that they hold."""
     num_pages = 0
     for request in requests:  # estimate_pages, inlined

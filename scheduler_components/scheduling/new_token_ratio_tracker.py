@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from scheduler_components._internal.validators import check_integer, check_share
 from scheduler_components.errors import ConfigError
+from scheduler_components.ports import BatchedRequest
 
-__all__ = ["RunningRequest", "NewTokenRatioTracker"]
-
-
-class RunningRequest(Protocol):
-    """A running request, as the estimate after a retraction reads it: the scheduler's own class."""
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        ...
-
-    @property
-    def num_output_tokens_left(self) -> int:
-        """Tokens that may still be generated."""
-        ...
+__all__ = ["NewTokenRatioTracker"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +54,7 @@ class NewTokenRatioTracker:
         """Decrease the share after a step without a retraction."""
         self.current = max(self.minimum, self.current - (self.initial - self.minimum) / self.decay_steps)
 
-    def on_retract(self, still_running: Iterable[RunningRequest]) -> None:
+    def on_retract(self, still_running: Iterable[BatchedRequest]) -> None:
         """Estimate the share after a step that retracted requests.
 
         An estimate may exceed `initial`, if requests use all of their possible output. Without remaining requests the

@@ -1,25 +1,26 @@
-"""RequestKvCache: match, grow, cache and free the KV pages of requests, over any prefix cache."""
+"""RequestKvCache: fetch, match, grow, cache and free the KV pages of requests, over any prefix cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import msgspec
 
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.ports import AllocationSink, DecisionSink, NullAllocationSink, NullDecisionLog
-from scheduler_components.scheduling.request_queues import RequestQueues, TrackedRequest
-from scheduler_components.values import HeldCount, PageHolding, SchedulerCounters
+from scheduler_components.values import CachedTokens, FinishReason, RequestHints, SchedulerCounters
+
+if TYPE_CHECKING:
+    from scheduler_components.hicache import HiRadixCache
 
 __all__ = [
     "KV_POOL",
     "CachedPrefix",
     "KvRequest",
     "PrefixCache",
-    "NullRequestNamespaces",
     "RequestKvCache",
-    "RequestNamespaces",
-    "RequestPageHolders",
     "pages_for",
 ]
 
@@ -27,7 +28,6 @@ KV_POOL = "full"
 """Name of the KV pool in checks and allocation logs, as in SGLang's reports."""
 
 Node = TypeVar("Node")
-Request_contra = TypeVar("Request_contra", contravariant=True)
 Node_co = TypeVar("Node_co", covariant=True)
 """The cache's own handle of the end of a prefix. Requests keep it and read nothing of it."""
 
@@ -115,16 +115,9 @@ class PrefixCache(Protocol[Node]):
 
 
 class KvRequest(Protocol[Node]):
-    """A request, as ``RequestKvCache`` reads and writes it: the scheduler's own class.
+    """What is stored of a request, as ``RequestKvCache`` reads and writes it. ``Request`` describes the members.
 
-    Attributes:
-        pages: KV pages of positions 0 to ``num_computed_tokens`` and of the positions that this step computes. The
-            first ``num_cached_pages`` belong to the cache and are locked through ``node``.
-        num_cached_pages, node: None for a request without a lock.
-        num_computed_tokens: positions whose KV is in ``pages``.
-        num_cached_tokens: number of tokens that the cache covered at the last match.
-        prefill_end: computing positions below it is prefill; 0 for a request without pages.
-        is_sampled: the allocation log records its pages; no decision depends on it.
+    They are many because the identity of KV depends on the tokens, the adapter and the session of a request.
     """
 
     pages: list[int]
@@ -139,24 +132,29 @@ class KvRequest(Protocol[Node]):
     def rid(self) -> str: ...
 
     @property
-    def token_ids(self) -> Sequence[int]:
-        """The prompt, then the generated tokens; u32."""
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_retractions(self) -> int: ...
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+    @property
+    def hints(self) -> RequestHints: ...
+
+    @property
+    def lora_id(self) -> int | None: ...
+
+    @property
+    def session_id(self) -> str | None: ...
+
+    def record_cached_prompt(self, cached: CachedTokens) -> None:
+        """Keep on which tiers its cached tokens were found, at its admission without an earlier preemption."""
         ...
-
-
-class RequestNamespaces(Protocol[Request_contra]):
-    """Says what the KV of a request depends on besides its tokens and the weights: an adapter, a session, a salt."""
-
-    def namespace_of(self, request: Request_contra, base: PrefixNamespace) -> PrefixNamespace:
-        """Return the namespace of a request. ``base`` depends on the weights; keep its parts."""
-        ...
-
-
-class NullRequestNamespaces:
-    """The namespaces of a scheduler whose requests all compute with the same weights."""
-
-    def namespace_of(self, request: object, base: PrefixNamespace) -> PrefixNamespace:
-        return base
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,25 +165,38 @@ class RequestKvCache(Generic[Node]):
     the cache and locked through ``request.node``. ``cache_unfinished`` moves full pages into the cache, so that other
     requests can match them and a stored event is recorded, in the step in which their KV becomes usable.
 
+    Pages of waiting requests are fetched from the tiers below the device, and the pages of preempted ones are copied
+    there, so that they need not be computed again.
+
     Attributes:
         cache: the KV pool and its cached prefixes.
+        tiers: the tiers below the device: ``cache`` itself if it is a ``HiRadixCache``. None for a cache without.
         counters: counts evicted tokens.
         allocation_log: records which request allocates and frees which pages.
         decisions: where it notes how much of a request was cached.
         namespace: identifies a prefix together with its tokens; it depends on the weights that compute the KV.
-        namespaces: adds what differs between requests, such as their adapters.
     """
 
     cache: PrefixCache[Node]
+    tiers: HiRadixCache | None = None
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
     decisions: DecisionSink = field(default_factory=NullDecisionLog)
     namespace: PrefixNamespace = DEFAULT_NAMESPACE
-    namespaces: RequestNamespaces[KvRequest[Node]] = field(default_factory=NullRequestNamespaces)
 
     def namespace_of(self, request: KvRequest[Node]) -> PrefixNamespace:
-        """Return what identifies a prefix of this request together with its tokens."""
-        return self.namespaces.namespace_of(request, self.namespace)
+        """Return what identifies a prefix of this request together with its tokens: weights, adapter and session.
+
+        KV of different adapters is never shared; KV of sessions is.
+        """
+        if request.lora_id is None and request.session_id is None:
+            return self.namespace
+        return msgspec.structs.replace(
+            self.namespace,
+            lora_id=request.lora_id,
+            lora_name=None if request.lora_id is None else request.hints.lora,
+            session_id=request.session_id,
+        )
 
     @property
     def page_size(self) -> int:
@@ -203,6 +214,62 @@ class RequestKvCache(Generic[Node]):
         """Share of the pool that requests hold, 0 to 1."""
         cache = self.cache
         return (cache.capacity_tokens - cache.free_tokens - cache.evictable_tokens) / cache.capacity_tokens
+
+    @property
+    def num_look_ahead(self) -> int:
+        """Waiting requests behind the next one whose pages are fetched already; 0 without tiers."""
+        return 0 if self.tiers is None else self.tiers.prefetch_queue.num_look_ahead
+
+    @property
+    def num_pending_pages(self) -> int:
+        """Device pages that copies between tiers hold, and that can be allocated after them."""
+        return 0 if self.tiers is None else self.tiers.num_pages_in_transfer
+
+    def start(self, request: KvRequest[Node]) -> None:
+        """Begin to fetch the prefix of a new request, and count the tokens that are cached already."""
+        if self.tiers is not None:
+            self.tiers.prefetch_queue.start(request.rid, request.token_ids[:-1], self.namespace_of(request))
+        request.num_cached_tokens = self.match_length(request)
+
+    def cancel(self, rid: str) -> None:
+        """Stop to fetch the prefix of a waiting request."""
+        if self.tiers is not None:
+            self.tiers.prefetch_queue.cancel(rid)
+
+    def restart(self, requests: Iterable[KvRequest[Node]], namespace: PrefixNamespace) -> None:
+        """Start waiting requests again in ``namespace``, because the cache was cleared."""
+        self.namespace = namespace
+        for request in requests:
+            self.cancel(request.rid)
+            self.start(request)
+
+    def is_ready(self, request: KvRequest[Node], *, is_next: bool) -> bool:
+        """Return True if a waiting request has no prefetch to wait for. Start one if necessary."""
+        if self.tiers is None:
+            return True
+        namespace = self.namespace_of(request)
+        return self.tiers.prefetch_queue.is_done(request.rid, request.token_ids[:-1], namespace, is_next=is_next)
+
+    def on_admitted(self, request: KvRequest[Node]) -> None:
+        """Record where the cached prefix of a request was found, unless it comes back after a preemption."""
+        if request.num_retractions:
+            self.cancel(request.rid)
+            return
+        cached = CachedTokens(device=request.num_cached_tokens)
+        if self.tiers is not None:
+            cached = self.tiers.prefetch_queue.record_admission(
+                request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
+            )
+        request.record_cached_prompt(cached)
+
+    def on_preempted(self, request: KvRequest[Node]) -> None:
+        """Copy the full pages of a preempted request to the host, so that they need not be computed again."""
+        if self.tiers is not None:
+            self.tiers.write_to_host(request.token_ids, self.namespace_of(request))
+
+    def prefetched_spans(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield the id of each waiting request and which of its tokens a prefetch has found."""
+        return iter(()) if self.tiers is None else self.tiers.prefetch_queue.prefetched_spans()
 
     def match_length(self, request: KvRequest[Node]) -> int:
         """Return how many of the request's tokens are cached, without locking them."""
@@ -277,42 +344,3 @@ class RequestKvCache(Generic[Node]):
         request.node = None
         request.pages = []
         request.num_cached_pages = request.num_computed_tokens = request.prefill_end = 0
-
-
-class HoldingRequest(TrackedRequest, Protocol):
-    """A request, as ``RequestPageHolders`` reads it: the scheduler's own class.
-
-    Attributes:
-        pages, num_cached_pages: as in ``KvRequest``.
-    """
-
-    pages: list[int]
-    num_cached_pages: int
-
-    @property
-    def node(self) -> object:
-        """The end of the locked prefix; None without a lock."""
-        ...
-
-
-H = TypeVar("H", bound=HoldingRequest)
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestPageHolders(Generic[H]):
-    """The ``PageHolders`` of a scheduler: its requests. Waiting requests are included; they should hold no page.
-
-    Attributes:
-        queues: the waiting and running requests.
-    """
-
-    queues: RequestQueues[H]
-
-    def count_held(self) -> HeldCount:
-        return HeldCount(sum([len(request.pages) - request.num_cached_pages for request in self.queues.running]))
-
-    def holdings(self) -> Iterator[PageHolding]:
-        for request in self.queues:
-            if request.pages or request.node is not None:
-                end = request.num_cached_pages
-                yield PageHolding(request.rid, "request", request.pages[end:], request.pages[:end], request.node)

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.ports import QueuedRequest
-from scheduler_components.values import FinishReason, RequestState
+from scheduler_components.ports import BatchedRequest
+from scheduler_components.values import FinishReason, HeldCount, PageHolding, RequestState
 
-__all__ = ["RequestQueues", "TrackedRequest"]
-
-
-class TrackedRequest(QueuedRequest, Protocol):
-    """A request in flight, as ``RequestQueues`` reads and writes it: the scheduler's own class.
-
-    Attributes:
-        arrival: number that ``add`` assigns.
-        state: written on each move between the queues.
-        finish_reason: written by ``finish``.
-    """
-
-    arrival: int
-    state: RequestState
-    finish_reason: FinishReason | None
-
-    @property
-    def rid(self) -> str:
-        """Unique among the requests in flight."""
-        ...
-
-    @property
-    def num_prefill_tokens_left(self) -> int:
-        """Number of prefill positions still to compute; 0 in decode and while waiting."""
-        ...
+__all__ = ["RequestQueues"]
 
 
-R = TypeVar("R", bound=TrackedRequest)
+R = TypeVar("R", bound=BatchedRequest)
 
 _arrival = attrgetter("arrival")
 
@@ -75,7 +51,7 @@ class RequestQueues(Generic[R]):
 
     ``running`` is in order of arrival. ``waiting`` has new requests at its end and preempted ones at its front; the
     scheduling policy decides which of them is next. A held request also waits, and may not be admitted before it is
-    released. Load reports read this class as a ``QueueSource``.
+    released. Load reports read this class as a ``QueueSource``, checks as the ``PageHolders`` of a scheduler.
 
     Attributes:
         max_running_requests: request slots of ``running``.
@@ -122,6 +98,24 @@ class RequestQueues(Generic[R]):
         """Update the count after a part of a prefill was computed. A finished request is not counted any more."""
         if request.state is RequestState.RUNNING:
             self._prefills.count(request)
+
+    def recount_prefetched(self, spans: Iterable[tuple[str, tuple[int, int]]]) -> None:
+        """Count waiting requests again whose tokens a prefetch has found, so that load reports leave these out."""
+        for rid, span in spans:
+            request = self._by_rid.get(rid)
+            if request is not None and request in self.waiting:
+                self.waiting.recount(request, span)
+
+    def count_held(self) -> HeldCount:
+        """Return how many pages the requests own."""
+        return HeldCount(sum([len(request.pages) - request.num_cached_pages for request in self.running]))
+
+    def holdings(self) -> Iterator[PageHolding]:
+        """Yield the pages of each request. Waiting ones are included; they should hold none."""
+        for request in self:
+            if request.pages or request.node is not None:
+                end = request.num_cached_pages
+                yield PageHolding(request.rid, "request", request.pages[end:], request.pages[:end], request.node)
 
     def find(self, rid: str) -> R | None:
         """Return the request in flight with this id, or None."""

@@ -15,7 +15,8 @@ from scheduler_components.cache import RadixCache, RadixNode
 from scheduler_components.checks.pool_stats_observer import RadixCachePool
 from scheduler_components.invariant_checker import find_pool_violations
 from scheduler_components.scheduling.admission_budget import BatchLimits
-from scheduler_components.scheduling.request_kv_cache import RequestKvCache, RequestPageHolders
+from scheduler_components.scheduling.request import OutputLength, Request
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.fake_device import PagedModel, next_token
@@ -51,57 +52,32 @@ def _hash_of(number: int, salt: int) -> int:
     return (number, 1005 - number, 29 * number % 101)[salt % 3]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class CheckedRequest:
-    """A request with what the kit's batcher, queues, KV cache and policies read of one.
+class CheckedRequest(Request[RadixNode]):
+    """A request of the kit that can be compared with a plan.
 
     ``number`` is its hash, which depends on the session, so that the order of a set differs between two of them.
     """
 
-    rid: str
-    token_ids: list[int]
-    num_prompt_tokens: int
-    max_new_tokens: int
-    hints: RequestHints = field(default_factory=RequestHints)
-    number: int = 0
-    arrival: int = -1
-    state: RequestState = RequestState.WAITING
-    finish_reason: FinishReason | None = None
-    pages: list[int] = field(default_factory=list)
-    num_cached_pages: int = 0
-    node: RadixNode | None = None
-    num_computed_tokens: int = 0
-    prefill_end: int = 0
-    num_cached_tokens: int = 0
-    num_retractions: int = 0
-    is_sampled: bool = False
+    __slots__ = ("number",)
+
+    def __init__(
+        self,
+        rid: str,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        hints: RequestHints | None = None,
+        *,
+        number: int = 0,
+    ) -> None:
+        super().__init__(rid, list(token_ids), OutputLength(max_new_tokens), hints=hints or RequestHints())
+        self.number = number
 
     def __hash__(self) -> int:
         return self.number
 
-    @property
-    def num_input_tokens(self) -> int:
-        """Tokens to prefill if none is cached."""
-        return len(self.token_ids)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_output_tokens_left(self) -> int:
-        return self.max_new_tokens - self.num_output_tokens
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def num_prefill_tokens_left(self) -> int:
-        return max(0, self.prefill_end - self.num_computed_tokens)
-
     def __repr__(self) -> str:
-        return f"<{self.rid}: {self.num_prompt_tokens}+{self.num_output_tokens} of {self.max_new_tokens} tokens>"
+        num_most = self.limits.max_new_tokens
+        return f"<{self.rid}: {self.num_prompt_tokens}+{self.num_output_tokens} of {num_most} tokens>"
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
@@ -199,7 +175,7 @@ class BatcherSession:  # noqa: SCH003 - a batcher with everything that it needs
             batcher=trace.call("opened a batcher", lambda: open_batcher(limits, queues, kv_cache)),
             queues=queues,
             kv_cache=kv_cache,
-            pool=RadixCachePool(cache=cache, requests=RequestPageHolders(queues=queues)),
+            pool=RadixCachePool(cache=cache, requests=queues),
             model=PagedModel(page_size),
             salt=salt,
         )
@@ -233,15 +209,8 @@ class BatcherSession:  # noqa: SCH003 - a batcher with everything that it needs
         """Add a request."""
         rid = _Name(f"r{len(self.requests)}")
         rid.number = _hash_of(len(self.requests), self.salt)
-        request = CheckedRequest(
-            rid=rid,
-            token_ids=list(planned.prompt),
-            num_prompt_tokens=len(planned.prompt),
-            max_new_tokens=planned.max_new_tokens,
-            hints=planned.hints,
-            number=rid.number,
-        )
-        request.num_cached_tokens = self.kv_cache.match_length(request)
+        request = CheckedRequest(rid, planned.prompt, planned.max_new_tokens, planned.hints, number=rid.number)
+        self.kv_cache.start(request)
         self.requests.append(request)
         self.trace.call(f"added {request!r}", lambda: self.batcher.add(request))
         return request
@@ -274,7 +243,7 @@ class BatcherSession:  # noqa: SCH003 - a batcher with everything that it needs
         for request in self.requests:
             if request.finish_reason is FinishReason.LENGTH:
                 tokens = request.token_ids[: request.num_prompt_tokens]
-                for _ in range(request.max_new_tokens):
+                for _ in range(request.limits.max_new_tokens):
                     tokens.append(next_token(tokens))
                 self.trace.expect(tokens, request.token_ids, f"the tokens of {request!r}")
 

@@ -41,7 +41,7 @@ from scheduler_components._internal.validators import integer_validator, number_
 from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.errors import ConfigError, QueueFullError
 from scheduler_components.ports import DecisionSink, NullDecisionLog
-from scheduler_components.values import AdapterLoad, ControlReply, LoraLoad, LoraStats
+from scheduler_components.values import AdapterLoad, ControlReply, LoadSections, LoraLoad, LoraStats
 from scheduler_components.waiting.agreed_queue import AgreedQueue, Departure
 from scheduler_components.waiting.held_request import HeldRequest
 
@@ -54,6 +54,7 @@ __all__ = [
     "NullAdapterLoader",
 ]
 
+_NO_SECTIONS = LoadSections()
 _MAX_SHOWN = 8
 _MAX_NAME_CHARACTERS = 128
 
@@ -178,6 +179,7 @@ class _Registered(Generic[R]):
 @dataclass(slots=True, kw_only=True)
 class LoraQueue(Generic[R]):
     """The adapters of one rank and the requests that wait for them. A ``WaitingRoom`` of the scheduler.
+    ``load_sections`` is for its load reports.
 
     Attributes:
         loader: loads and unloads adapters on this rank.
@@ -201,7 +203,9 @@ class LoraQueue(Generic[R]):
 
     def __post_init__(self) -> None:
         limits = self.limits
-        self.queue = AgreedQueue(name="lora", max_wait_s=limits.max_wait_s, max_waiting=limits.max_waiting)
+        self.queue = AgreedQueue(
+            name="lora", max_wait_s=limits.max_wait_s, max_waiting=limits.max_waiting, decisions=self.decisions
+        )
         # An adapter wanted earlier is loaded earlier, so the oldest are those that are being loaded.
         self._loads = AgreedQueue(
             name="lora load",
@@ -350,6 +354,10 @@ class LoraQueue(Generic[R]):
     def adapters(self) -> Sequence[Adapter]:
         """The adapters that requests may name, in the order of their registration."""
         return tuple(each.adapter for each in self._registered.values())
+
+    def load_sections(self) -> LoadSections:
+        """Return the section of the adapters for load reports; none without an adapter. Read in every step."""
+        return LoadSections(lora=self.lora_load()) if self._registered else _NO_SECTIONS
 
     def lora_load(self) -> LoraLoad:
         """Return the slots, and the requests of each registered adapter, for load reports."""

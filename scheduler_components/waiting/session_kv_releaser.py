@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from scheduler_components.scheduling.request_kv_cache import KvRequest, RequestKvCache
-from scheduler_components.values import FinishReason
 from scheduler_components.waiting.sessions import SessionTable
 
-__all__ = ["SessionKvReleaser", "SessionRequest"]
+__all__ = ["SessionKvReleaser"]
 
 Node = TypeVar("Node")
-
-
-class SessionRequest(KvRequest[Node], Protocol[Node]):
-    """A request, as ``SessionKvReleaser`` reads it: the scheduler's own class.
-
-    Attributes:
-        finish_reason: set before its pages are freed.
-    """
-
-    finish_reason: FinishReason | None
-
-    @property
-    def session_id(self) -> str | None:
-        """The session that it is a turn of; None for a request without one."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,11 +25,11 @@ class SessionKvReleaser(Generic[Node]):
     kv: RequestKvCache[Node]
     sessions: SessionTable[Node]
 
-    def cache_unfinished(self, request: SessionRequest[Node]) -> None:
+    def cache_unfinished(self, request: KvRequest[Node]) -> None:
         """Insert the request's full pages into the cache."""
         self.kv.cache_unfinished(request)
 
-    def free(self, request: SessionRequest[Node]) -> None:
+    def free(self, request: KvRequest[Node]) -> None:
         """Release the pages of a request that has ended. Those of a turn stay locked by its session."""
         self.kv.free(request)
         if request.session_id is not None and request.finish_reason is not None:

@@ -11,6 +11,7 @@ wrong digest or read from another rank's slice is detected.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,13 +24,18 @@ from scheduler_components._internal.validators import integer_validator
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal
 from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.agreement.rank_groups import world_rank_groups
-from scheduler_components.cache import PagePool, RadixNode
+from scheduler_components.batcher import Batcher
+from scheduler_components.cache import RadixNode
 from scheduler_components.cache.block_hash import split_digests
 from scheduler_components.events import Tier
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache, KeySpace, MemoryPageStore, Placement
 from scheduler_components.ports import PageStore
+from scheduler_components.scheduling.admission_budget import BatchLimits
+from scheduler_components.scheduling.composition import compose_batcher
+from scheduler_components.scheduling.request import OutputLength, Request
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.testing.in_process_groups import InProcessGroups, agree_on_decisions
-from scheduler_components.values import DivergenceReport
+from scheduler_components.values import DivergenceReport, FinishReason
 from scheduler_components.values.page_operations import (
     BackupDone,
     CancelPrefetch,
@@ -48,6 +54,7 @@ from scheduler_components.values.page_operations import (
     WriteDone,
     WriteToStorage,
 )
+from scheduler_engine.simulation.tiers import CountedHostPages
 
 __all__ = [
     "SLOTS_OF_AGREEMENT",
@@ -96,11 +103,13 @@ class FaultRates:
     storage_outage: float = 0.002
 
 
-class SimulatedHostPages:
+class SimulatedHostPages(CountedHostPages):
     """``HostPages`` whose reservations fail at random, on this rank only."""
 
+    __slots__ = ("_failure", "_rng")
+
     def __init__(self, num_pages: int, *, rng: random.Random, failure: float) -> None:
-        self.pool = PagePool(num_pages)
+        super().__init__(num_pages)
         self._rng = rng
         self._failure = failure
 
@@ -122,19 +131,7 @@ class SimulatedHostPages:
     def reserve(self, num_pages: int) -> list[int]:
         if self._rng.random() < self._failure:
             raise OutOfPagesError(num_pages, 0)
-        return self.pool.allocate(num_pages).tolist()
-
-    def commit(self, pages: Sequence[int]) -> None:
-        self.pool.move_to_cache(pages)
-
-    def abort(self, pages: Sequence[int]) -> None:
-        self.pool.free(pages)
-
-    def release(self, pages: Sequence[int]) -> None:
-        self.pool.free_cached(pages)
-
-    def check_integrity(self, committed: Sequence[int]) -> None:
-        self.pool.check(committed)
+        return super().reserve(num_pages)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -324,99 +321,59 @@ class SimulatedWorkload:
         return tuple((chat % 3 if at < shared else 1000 + chat * 100 + at) for at in range(length))
 
 
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    request: HiCacheRequest
-    node: RadixNode
-    pages: list[int]
-    num_shared: int
-    num_steps_left: int
-
-
-@dataclass(slots=True, kw_only=True)
 class SimulatedScheduler:
-    """Run requests in the order of arrival, as many as fit the pool.
+    """The kit's composition over a real cache with tiers, and a model that computes a batch without taking time.
+
+    Args:
+        cache: the pages and the tiers below the device.
+        decisions: the log that all parts note in.
 
     Attributes:
-        cache: a real cache.
-        decisions: where it notes which request it admits, with how many cached tokens.
-        max_running: the largest number of running requests.
         num_served: requests that have finished.
     """
 
-    cache: HiRadixCache
-    decisions: DecisionLog
-    max_running: int = 4
-    num_served: int = field(default=0, init=False)
-    _waiting: list[HiCacheRequest] = field(default_factory=list, init=False)
-    _running: list[_Running] = field(default_factory=list, init=False)
+    __slots__ = ("batcher", "kv_cache", "num_served")
+
+    def __init__(self, cache: HiRadixCache, decisions: DecisionLog) -> None:
+        self.kv_cache = RequestKvCache[RadixNode](cache=cache, tiers=cache, decisions=decisions)
+        self.batcher: Batcher[Request[RadixNode]] = compose_batcher(
+            self.kv_cache, BatchLimits(max_running_requests=4), decisions=decisions
+        )
+        self.num_served = 0
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and not self._running
+        return not self.batcher.queues
 
     def step(self, commands: StepCommands) -> None:
-        """Apply the commands, advance the running requests and admit the next one."""
-        for request in commands.arrivals:
-            self._waiting.append(request)
-            self.cache.prefetch_queue.start(request.rid, request.token_ids)
+        """Apply the commands, then make a batch and append its tokens."""
+        batcher, room_tokens = self.batcher, self.kv_cache.cache.capacity_tokens
+        for arrived in commands.arrivals:
+            num_tokens = min(arrived.num_steps, room_tokens - len(arrived.token_ids))
+            request = Request[RadixNode](arrived.rid, array("I", arrived.token_ids), OutputLength(num_tokens))
+            self.kv_cache.start(request)
+            batcher.add(request)
         for rid in commands.aborts:
-            self._abort(rid)
-        for running in list(self._running):
-            running.num_steps_left -= 1
-            if running.num_steps_left <= 0:
-                self._finish(running)
-        self._admit()
+            aborted = batcher.queues.find(rid)
+            if aborted is not None:
+                self.kv_cache.cancel(rid)
+                self._end(aborted, FinishReason.ABORT)
+        batch = batcher.next_batch()
+        for chunk in batch.chunks:
+            request = chunk.request
+            request.num_computed_tokens = chunk.end
+            if chunk.end == len(request.token_ids):
+                request.token_ids.append(chunk.end)
+            if chunk.is_prefill:
+                self.kv_cache.cache_unfinished(request)
+            if not request.num_output_tokens_left:
+                self._end(request, FinishReason.LENGTH)
+                self.num_served += 1
+        batcher.on_results(batch)
 
-    def _admit(self) -> None:
-        for place, request in enumerate(self._waiting[:3]):
-            ready = self.cache.prefetch_queue.is_done(request.rid, request.token_ids, is_next=place == 0)
-            if place == 0 and (not ready or len(self._running) >= self.max_running or not self._start(request)):
-                return
-            if place == 0:
-                del self._waiting[0]
-                return
-
-    def _start(self, request: HiCacheRequest) -> bool:
-        cache = self.cache
-        match = cache.match_prefix(request.token_ids)
-        cache.lock(match.node)
-        num_pages = len(request.token_ids) // cache.page_size
-        try:
-            fresh = cache.allocate(num_pages - len(match.pages))
-        except OutOfPagesError:
-            cache.unlock(match.node)
-            return False
-        self.decisions.note("match", request.rid, match.num_tokens)
-        cache.prefetch_queue.record_admission(
-            request.rid, prompt_tokens=len(request.token_ids), cached_tokens=match.num_tokens
-        )
-        self._running.append(
-            _Running(
-                request=request,
-                node=match.node,
-                pages=[*match.pages, *fresh],
-                num_shared=len(match.pages),
-                num_steps_left=request.num_steps,
-            )
-        )
-        return True
-
-    def _finish(self, running: _Running) -> None:
-        self._running.remove(running)
-        self.cache.insert(running.request.token_ids, running.pages)
-        self.cache.unlock(running.node)
-        self.num_served += 1
-
-    def _abort(self, rid: str) -> None:
-        self._waiting = [request for request in self._waiting if request.rid != rid]
-        self.cache.prefetch_queue.cancel(rid)
-        for running in self._running:
-            if running.request.rid == rid:
-                self._running.remove(running)
-                self.cache.free(running.pages[running.num_shared :])
-                self.cache.unlock(running.node)
-                return
+    def _end(self, request: Request[RadixNode], reason: FinishReason) -> None:
+        self.batcher.finish(request, reason)
+        self.kv_cache.free(request)
 
 
 AgreementScope: TypeAlias = Literal["tp", "cp x tp", "cp x tp x pp"]
@@ -664,7 +621,7 @@ def make_rank(config: HiCacheSimulationConfig, rank: int, store: PageStore, seed
         cache=cache,
         host=host,
         mover=mover,
-        scheduler=SimulatedScheduler(cache=cache, decisions=decisions),
+        scheduler=SimulatedScheduler(cache, decisions),
         decisions=decisions,
         clock_rate=rng.uniform(0.8, 1.2),
     )

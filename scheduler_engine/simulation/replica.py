@@ -35,13 +35,13 @@ from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullDecisionLog, NullOutputSink
 from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchLimits, BatchMode
+from scheduler_components.scheduling.composition import SchedulerSinks, compose_batcher, compose_reports, note_step
 from scheduler_components.scheduling.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
-from scheduler_components.scheduling.preemption_policy import PREEMPTION_POLICY_NAMES, make_preemption_policy
+from scheduler_components.scheduling.preemption_policy import PREEMPTION_POLICY_NAMES
 from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.scheduling.request_queues import RequestQueues
-from scheduler_components.scheduling.scheduling_policy import check_policy_name, make_policy
-from scheduler_components.scheduling.tier_prefetcher import TierPrefetcher
+from scheduler_components.scheduling.scheduling_policy import check_policy_name
 from scheduler_components.values import (
     BatchShape,
     FinishReason,
@@ -54,7 +54,6 @@ from scheduler_engine.simulation.request import SimulatedRequest
 from scheduler_engine.simulation.simulated_model import CostModel, SimulatedModel
 from scheduler_engine.simulation.tiers import (
     DeviceOnly,
-    DevicePrefetcher,
     SimulatedTiers,
     TierConfig,
     check_num_pages,
@@ -234,7 +233,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
     Attributes:
         config: sizes and policies.
         clock: the time of this replica: the end of its last step.
-        queues, tiers, prefetcher, cache, kv_cache, batcher, results, kv_events, load: the parts.
+        queues, tiers, cache, kv_cache, batcher, results, kv_events, load: the parts.
         work: tickets of received requests and the work done, for load reports.
         decisions: the log that all parts note in.
         counts: what it has done.
@@ -246,7 +245,6 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
     clock: VirtualClock
     queues: RequestQueues[SimulatedRequest]
     tiers: SimulatedTiers | DeviceOnly
-    prefetcher: TierPrefetcher[SimulatedRequest] | DevicePrefetcher
     cache: RadixCache | HiRadixCache
     kv_cache: RequestKvCache[RadixNode]
     batcher: Batcher[SimulatedRequest]
@@ -281,46 +279,35 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         """
         parallel, clock, counts = ParallelState.trivial(), VirtualClock(now_ns=start_ns), ReplicaCounts()
         decisions = decisions or NullDecisionLog()
-        limits = config.limits
-        queues = RequestQueues[SimulatedRequest](max_running_requests=limits.max_running_requests)
         tiers = _open_tiers(config, clock, storage, record=deliver_events is not None)
         cache = tiers.cache
         cache.record_decisions(decisions)
-        kv_cache = RequestKvCache[RadixNode](cache=cache, decisions=decisions)
-        prefetcher = tiers.make_prefetcher(kv_cache, queues)
+        lower = None if isinstance(cache, RadixCache) else cache
+        kv_cache = RequestKvCache[RadixNode](cache=cache, tiers=lower, decisions=decisions)
         rates, work = RateMeter(clock=clock), WorkCounters()
         observer = _RequestClock(clock=clock, counts=counts, rates=rates)
-        batcher = Batcher[SimulatedRequest](
-            limits=limits,
-            queues=queues,
-            kv_cache=kv_cache,
-            policy=make_policy(config.schedule_policy, match_length=kv_cache.match_length),
-            preemption=make_preemption_policy(config.preemption_policy),
-            conditions=BatchConditions(
-                new_token_ratio=config.make_ratio(),
-                chunk_sizer=DynamicChunkSizer(page_size=config.page_size),
-                prefetcher=prefetcher,
-            ),
+        chunk_sizer = DynamicChunkSizer(page_size=config.page_size)
+        batcher = compose_batcher(
+            kv_cache,
+            config.limits,
+            schedule_policy=config.schedule_policy,
+            preemption_policy=config.preemption_policy,
+            conditions=BatchConditions(new_token_ratio=config.make_ratio(), chunk_sizer=chunk_sizer),
             observer=observer,
             decisions=decisions,
         )
+        queues = batcher.queues
         results = BatchResultProcessor[SimulatedRequest](
             kv=kv_cache, requests=batcher, output=OutputStreamer(sink=NullOutputSink()), observer=observer
         )
         load = LoadInquirer(parallel=parallel, queues=queues, pool=cache, rates=rates, work=work, clock=clock)
-        kv_events = SchedulerKvEventsPublisher(
-            parallel=parallel,
-            source=cache,
-            sink=EncodedEventSink(deliver=deliver_events or _drop),
-            load=load,
-            clock=clock,
-        )
+        sinks = SchedulerSinks(events=EncodedEventSink(deliver=deliver_events or _drop))
+        kv_events, _ = compose_reports(load, cache, sinks)
         return cls(
             config=config,
             clock=clock,
             queues=queues,
             tiers=tiers,
-            prefetcher=prefetcher,
             cache=cache,
             kv_cache=kv_cache,
             batcher=batcher,
@@ -359,7 +346,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         tiers, num_calls = self.tiers, self.tiers.num_calls
         self._receive()
         tiers.begin_step()
-        self.prefetcher.update_prefetched_spans()
+        self.queues.recount_prefetched(self.kv_cache.prefetched_spans())
         batch = self.batcher.next_batch()
         tiers.submit()
         duration_ns = self._duration_ns(batch) if batch.has_work else 0
@@ -377,11 +364,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
             )
             for chunk in batch.chunks
         )
-        if batch.num_prefill_tokens:
-            for chunk in batch.chunks:
-                if chunk.is_prefill:
-                    self.queues.update_prefill_tokens(chunk.request)
-        self.queues.on_aborts_streamed()
+        self.batcher.on_results(batch)
         if self.decisions.wants_decisions:
             self._note_step(len(updated), [chunk.request for chunk in batch.chunks])
         self.kv_events.publish_kv_events()
@@ -466,8 +449,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         for request in received:
             if request.ticket is not None:
                 self.work.on_request_received(*request.ticket)
-            self.prefetcher.start(request)
-            request.num_cached_tokens = self.kv_cache.match_length(request)
+            self.kv_cache.start(request)
             self.batcher.add(request)
 
     def _duration_ns(self, batch: ScheduledBatch[SimulatedRequest]) -> int:
@@ -517,17 +499,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         self._note_step(len(running), running)
 
     def _note_step(self, num_updated: int, computed: Sequence[SimulatedRequest]) -> None:
-        """Note the results and the state of a step, as the reference engine does."""
-        cache, tiers = self.cache, self.tiers
-        self.decisions.note("result", num_updated, *[request.token_ids[-1] for request in computed])
-        self.decisions.note(
-            "state",
-            cache.used_tokens,
-            cache.free_tokens,
-            cache.evictable_tokens,
-            tiers.num_operations,
-            tiers.state_digest,
-        )
+        transfers = self.tiers.num_operations, self.tiers.state_digest
+        note_step(self.decisions, num_updated, computed, self.cache, transfers)
 
 
 def _open_tiers(

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from array import array
+from typing import ClassVar
 from zlib import crc32
 
-import msgspec
-
 from scheduler_components.cache import RadixNode
-from scheduler_components.values import CachedTokens, FinishReason, RequestHints, RequestState, TokenOutput
+from scheduler_components.scheduling.request import OutputLength, SchedulingState
+from scheduler_components.values import (
+    CachedTokens,
+    RequestHints,
+    RequestTimeouts,
+    TokenOutput,
+)
 from scheduler_engine.simulation.trace import TraceRequest, prompt_tokens
 
-__all__ = ["OutputLength", "SimulatedRequest"]
+__all__ = ["SimulatedRequest"]
 
 _NOT_CACHED = CachedTokens()
 
 
-class OutputLength(msgspec.Struct, frozen=True, gc=False):
-    """When a request ends: after the recorded number of tokens, whatever they are."""
-
-    max_new_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = True
-
-
-class SimulatedRequest:
-    """A request of a trace, as ``Batcher``, ``RequestKvCache`` and ``BatchResultProcessor`` read and write it.
+class SimulatedRequest(SchedulingState[RadixNode]):
+    """A request of a trace, with the members of the kit's ``Request``. It is a class of its own because of its memory:
+    a trace has millions of requests, and most of them have no tokens at a time.
 
     Attributes:
         recorded: lengths and hash ids.
@@ -33,46 +31,36 @@ class SimulatedRequest:
         limits: the recorded length of the output.
         hints: what the client says about the order; by default what the trace says.
         stream_interval: 0, because no client reads the tokens while the request runs.
-        arrival, state, finish_reason: as in ``TrackedRequest``.
-        pages, num_cached_pages, node, num_computed_tokens, num_cached_tokens, prefill_end, is_sampled: as in
-            ``KvRequest``.
-        num_retractions: how often it lost its pages to other requests.
+        lora_id, session_id, timeouts: none.
         ticket: of the router's dispatch ledger, with the ledger's name; None for a router without one.
         has_lost_replica: True if it lost its pages last by the failure of its replica, and not by a preemption.
         num_cached_prompt_tokens: tokens that were cached at its first admission.
         num_prefilled_tokens: end of the longest prefill so far, on any replica.
-        cached_prompt: the tiers on which they were found; all 0 on a replica without tiers.
+        cached_prompt: the tiers on which they were found.
         arrived_ns, admitted_ns, first_token_ns, finished_ns: virtual times; -1 before.
     """
+
+    lora_id: ClassVar[None] = None
+    session_id: ClassVar[None] = None
+    timeouts: ClassVar[RequestTimeouts] = RequestTimeouts()
 
     __slots__ = (
         "_num_tokens",
         "_text_hash",
         "_tokens",
         "admitted_ns",
-        "arrival",
         "arrived_ns",
         "cached_prompt",
-        "finish_reason",
         "finished_ns",
         "has_lost_replica",
         "first_token_ns",
         "hints",
-        "is_sampled",
         "limits",
-        "node",
-        "num_cached_pages",
         "num_cached_prompt_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
         "num_prefilled_tokens",
         "num_prompt_tokens",
-        "num_retractions",
-        "pages",
-        "prefill_end",
         "recorded",
         "rid",
-        "state",
         "stream_interval",
         "ticket",
     )
@@ -85,7 +73,6 @@ class SimulatedRequest:
         self.hints = recorded.hints if hints is None else hints
         self.stream_interval = 0
         self.has_lost_replica = False
-        self.num_retractions = 0
         self.num_cached_prompt_tokens = -1
         self.num_prefilled_tokens = 0
         self.cached_prompt = _NOT_CACHED
@@ -93,7 +80,7 @@ class SimulatedRequest:
         self._tokens: array[int] | None = None
         self._text_hash: int | None = None
         self._num_tokens = 0
-        self.reset()
+        super().__init__()
 
     @property
     def conversation(self) -> str | None:
@@ -102,16 +89,7 @@ class SimulatedRequest:
 
     def reset(self) -> None:
         """Forget the replica and its pages. The tokens stay: another replica continues with them."""
-        self.arrival = -1
-        self.state = RequestState.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.pages: list[int] = []
-        self.num_cached_pages = 0
-        self.node: RadixNode | None = None
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.prefill_end = 0
-        self.is_sampled = False
+        super().reset()
         self.ticket: tuple[str, int] | None = None
 
     @property

@@ -15,21 +15,15 @@ import attrs
 from scheduler_components._internal.validators import integer_validator, number_validator
 from scheduler_components._internal.virtual_clock import MAX_SPAN_S, NEVER_NS, VirtualClock, nanoseconds
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.batcher import NullPrefetcher
-from scheduler_components.cache import PagePool, RadixCache, RadixNode
+from scheduler_components.cache import PagePool, RadixCache
 from scheduler_components.errors import ConfigError
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, MemoryPageStore
-from scheduler_components.scheduling.request_kv_cache import RequestKvCache
-from scheduler_components.scheduling.request_queues import RequestQueues
-from scheduler_components.scheduling.tier_prefetcher import TierPrefetcher
 from scheduler_components.values import TierStats
-from scheduler_engine.simulation.request import SimulatedRequest
 from scheduler_engine.simulation.virtual_page_mover import SimulatedStorage, TransferLink, VirtualPageMover
 
 __all__ = [
     "CountedHostPages",
     "DeviceOnly",
-    "DevicePrefetcher",
     "SimulatedTiers",
     "TierConfig",
     "check_num_pages",
@@ -150,35 +144,25 @@ class CountedHostPages:
         num_pages: pages of the tier.
     """
 
-    __slots__ = ("_pool",)
+    __slots__ = ("pool",)
 
     def __init__(self, num_pages: int) -> None:
-        self._pool = PagePool(num_pages)
+        self.pool = PagePool(num_pages)
 
     def reserve(self, num_pages: int) -> list[int]:
-        return self._pool.allocate(num_pages).tolist()
+        return self.pool.allocate(num_pages).tolist()
 
     def commit(self, pages: Sequence[int]) -> None:
-        self._pool.move_to_cache(pages)
+        self.pool.move_to_cache(pages)
 
     def abort(self, pages: Sequence[int]) -> None:
-        self._pool.free(pages)
+        self.pool.free(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        self._pool.free_cached(pages)
+        self.pool.free_cached(pages)
 
     def check_integrity(self, committed: Sequence[int]) -> None:
-        self._pool.check(committed)
-
-
-class DevicePrefetcher(NullPrefetcher):
-    """The ``TierPrefetcher`` of a replica that has only its device."""
-
-    def start(self, request: object) -> None:
-        pass
-
-    def update_prefetched_spans(self) -> None:
-        pass
+        self.pool.check(committed)
 
 
 def _make_mover(
@@ -275,12 +259,6 @@ class SimulatedTiers:
         """Return when a forward that begins now ends."""
         return self.mover.end_of_forward_ns(duration_ns)
 
-    def make_prefetcher(
-        self, kv_cache: RequestKvCache[RadixNode], queues: RequestQueues[SimulatedRequest]
-    ) -> TierPrefetcher[SimulatedRequest]:
-        """Return what fetches the pages of waiting requests."""
-        return TierPrefetcher(tiers=self.cache, kv_cache=kv_cache, queues=queues)
-
     def begin_step(self) -> None:
         """Apply what has ended, and begin what follows from it."""
         self.stepper.step()
@@ -313,13 +291,6 @@ class DeviceOnly:
 
     def end_of_forward_ns(self, duration_ns: int) -> int:
         return self.clock.now_ns + duration_ns
-
-    def make_prefetcher(
-        self,
-        kv_cache: RequestKvCache[RadixNode],
-        queues: RequestQueues[SimulatedRequest],
-    ) -> DevicePrefetcher:
-        return DevicePrefetcher()
 
     def begin_step(self) -> None:
         pass

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from kit.replaced_parts import replace_kv_cache
 from scheduler_components import ParallelState
-from scheduler_components.cache import PagePool, PrefixNamespace, RadixNode
+from scheduler_components.cache import PagePool, RadixNode
 from scheduler_components.checks.allocation_log import AllocationLog
 from scheduler_components.checks.pool_stats_observer import RadixCachePool, SlotPool
 from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker, PoolReport
@@ -85,28 +86,12 @@ class HybridPages:
 
     # what the scheduler calls
 
-    @property
-    def page_size(self) -> int:
-        return self.base.page_size
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base, name)
 
-    @property
-    def token_usage(self) -> float:
-        return self.base.token_usage
-
-    @property
-    def available_pages(self) -> int:
-        return self.base.available_pages
-
-    @property
-    def namespace(self) -> PrefixNamespace:
-        return self.base.namespace
-
-    @namespace.setter
-    def namespace(self, namespace: PrefixNamespace) -> None:
-        self.base.namespace = namespace
-
-    def namespace_of(self, request: Request) -> PrefixNamespace:
-        return self.base.namespace_of(request)
+    def start(self, request: Request) -> None:
+        self.base.start(request)
+        self.match_length(request)
 
     def match_length(self, request: Request) -> int:
         num_tokens = self.base.match_length(request)
@@ -124,9 +109,6 @@ class HybridPages:
             return False
         self.slide(request, len(request.pages) - before)
         return True
-
-    def cache_unfinished(self, request: Request) -> None:
-        self.base.cache_unfinished(request)
 
     def free(self, request: Request) -> None:
         self.base.free(request)
@@ -176,7 +158,7 @@ def hybrid_scheduler(
     """A reference scheduler over three pools of pages and one of slots, all of them checked after every step."""
     device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device, tiers=tiers)
-    pages = pages_class(scheduler.prefetcher.kv_cache, scheduler, num_window_pages)
+    pages = pages_class(scheduler.kv_cache, scheduler, num_window_pages)
     replace_kv_cache(scheduler, pages)
     checker, queues = scheduler.integrity.checker, scheduler.queues
     checker.pools = (

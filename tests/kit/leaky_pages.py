@@ -22,8 +22,8 @@ class LeakyPages(RequestKvCache[RadixNode]):
     @classmethod
     def put_into(cls, scheduler: Scheduler, loss: Loss, *guilty: str) -> LeakyPages:
         """Replace the pages of a scheduler."""
-        sound = scheduler.prefetcher.kv_cache
-        leaky = cls(cache=sound.cache, counters=sound.counters, allocation_log=sound.allocation_log)
+        sound = scheduler.kv_cache
+        leaky = cls(cache=sound.cache, tiers=sound.tiers, counters=sound.counters, allocation_log=sound.allocation_log)
         leaky.loss, leaky.guilty, leaky.lost = loss, frozenset(guilty), []
         replace_kv_cache(scheduler, leaky)
         return leaky

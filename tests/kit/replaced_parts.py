@@ -8,5 +8,5 @@ from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
 def replace_kv_cache(scheduler: Scheduler, kv_cache: Any) -> None:
-    """Let the batcher, the results and the prefetches of a scheduler use ``kv_cache``."""
-    scheduler.batcher.kv_cache = scheduler.results.kv = scheduler.prefetcher.kv_cache = kv_cache
+    """Let a scheduler, its batcher and its results use ``kv_cache``."""
+    scheduler.batcher.kv_cache = scheduler.results.kv = scheduler.kv_cache = kv_cache

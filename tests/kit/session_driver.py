@@ -10,6 +10,7 @@ from scheduler_components import ConfigError
 from scheduler_components.cache import RadixCache, RadixNode
 from scheduler_components.checks.pool_stats_observer import RadixCachePool
 from scheduler_components.invariant_checker import PublishedBlocks, find_event_violations, find_pool_violations
+from scheduler_components.scheduling.request import OutputLength, Request
 from scheduler_components.scheduling.request_kv_cache import RequestKvCache, pages_for
 from scheduler_components.values import FinishReason, HeldCount, PageHolding, SessionParams
 from scheduler_components.waiting.session_kv_releaser import SessionKvReleaser
@@ -23,18 +24,12 @@ CAPACITY_TOKENS = 24
 Table = SessionTable[RadixNode]
 
 
-class Turn:
-    """A request with pages, as a scheduler has it."""
+class Turn(Request[RadixNode]):
+    """A request of a session."""
 
     def __init__(self, rid: str, tokens: Sequence[int], session_id: str | None) -> None:
-        self.rid, self.session_id = rid, session_id
-        self.token_ids = array("I", tokens)
-        self.num_prompt_tokens = len(tokens)
-        self.pages: list[int] = []
-        self.num_cached_pages = self.num_computed_tokens = self.num_cached_tokens = self.prefill_end = 0
-        self.node: RadixNode | None = None
-        self.is_sampled = False
-        self.finish_reason: FinishReason | None = None
+        super().__init__(rid, array("I", tokens), OutputLength(1))
+        self.session_id = session_id
 
 
 class SessionDriver:

@@ -20,15 +20,9 @@ from scheduler_components.values import RequestHints
 
 
 def running(arrival: int, *, computed: int = 0, priority: int = 0, left: int = 1) -> CheckedRequest:
-    return CheckedRequest(
-        rid=f"r{arrival}",
-        token_ids=[1],
-        num_prompt_tokens=1,
-        max_new_tokens=left,
-        hints=RequestHints(priority=priority),
-        arrival=arrival,
-        num_computed_tokens=computed,
-    )
+    request = CheckedRequest(f"r{arrival}", [1], left, RequestHints(priority=priority))
+    request.arrival, request.num_computed_tokens = arrival, computed
+    return request
 
 
 CANDIDATES = [

@@ -14,7 +14,7 @@ from scheduler_components.batcher import Batcher
 from scheduler_components.events import MediumGroup
 from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.quiesce import QuiesceState
-from scheduler_components.scheduling.tier_prefetcher import TierPrefetcher
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces, next_token
 from scheduler_components.testing import quiesce_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD
@@ -92,11 +92,13 @@ class BrokenBatcher(Batcher):
         del self.queues._by_rid[request.rid]
 
 
-class BrokenPrefetcher(TierPrefetcher):
+class BrokenKvCache(RequestKvCache):
     __slots__ = ()
 
     keeps_its_namespace = found(
-        NEW_WEIGHTS, "of old weights", restart=lambda self, namespace: super().restart(self.kv_cache.namespace)
+        NEW_WEIGHTS,
+        "of old weights",
+        restart=lambda self, requests, namespace: RequestKvCache.restart(self, requests, self.namespace),
     )
 
 
@@ -116,7 +118,7 @@ class BrokenScheduler(Scheduler):
 
 FOUND = [
     pytest.param(with_part(path, broken, RestingReference), check, words, id=f"{name}-{words}")
-    for path, table in {"batcher": BrokenBatcher, "prefetcher": BrokenPrefetcher, "": BrokenScheduler}.items()
+    for path, table in {"batcher": BrokenBatcher, "kv_cache": BrokenKvCache, "": BrokenScheduler}.items()
     for name, (broken, *expected) in variants(table).items()
     for check, words in zip(expected[::2], expected[1::2], strict=True)
 ]

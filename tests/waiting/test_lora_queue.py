@@ -16,7 +16,7 @@ from kit.waiting_ranks import ManualLoader
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.errors import QueueFullError
-from scheduler_components.values import AdapterLoad, RequestHints
+from scheduler_components.values import AdapterLoad, LoadSections, RequestHints
 from scheduler_components.waiting.lora_queue import LoraLimits, LoraQueue, NullAdapterLoader
 
 STEPS = 60
@@ -301,9 +301,14 @@ def test_the_load_report_counts_the_requests_of_each_adapter() -> None:
     rank.enter("r0", "a")
     rank.step(4)
     rank.enter("r1", "b")
-    load = rank.queue.lora_load()
+    load = rank.queue.load_sections().lora
+    assert load is not None and load == rank.queue.lora_load()
     assert load.by_adapter == (AdapterLoad("a", 1, 0, True), AdapterLoad("b", 0, 1, False))
     assert (load.slots_used, load.slots_total, load.running_adapters, load.waiting_adapters) == (1, 1, ("a",), ("b",))
+
+
+def test_the_load_report_of_an_engine_without_adapters_has_no_section() -> None:
+    assert LoraQueue[AdaptedRequest]().load_sections() == LoadSections()
 
 
 def test_each_refusal_names_its_field() -> None:

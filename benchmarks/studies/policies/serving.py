@@ -11,7 +11,8 @@ from benchmarks.studies.policies.cases import Case, Setting
 from benchmarks.studies.policies.workloads import continued
 from observability.routing import KvRouter, RoutingCostModel, SpeculativeEntries
 from scheduler_components.hicache import HiCachePolicy
-from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
+from scheduler_components.ports import BatchedRequest
+from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.values import LoadSnapshot
 from scheduler_engine.cli.simulate_trace_command import ROUTERS
 from scheduler_engine.engine.dp_attn_sim import DpSimConfig, simulate_dp_attn
@@ -92,7 +93,7 @@ def run_case(case: Case, requests: Sequence[TraceRequest], *, most_requests: int
 class NoReservation(NewTokenRatioTracker):
     """The share 0, even after a preemption: vLLM admits a request whenever its input fits."""
 
-    def on_retract(self, still_running: Iterable[RunningRequest]) -> None:
+    def on_retract(self, still_running: Iterable[BatchedRequest]) -> None:
         """Learn nothing."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scheduler_components.ports import GrammarBackend
+from scheduler_components.ports import DecisionSink, GrammarBackend
 from scheduler_components.waiting.agreed_queue import AgreedQueue
 from scheduler_components.waiting.grammar_queue import GrammarQueue
 from scheduler_components.waiting.thread_grammar_compiler import ThreadGrammarCompiler
@@ -13,13 +13,16 @@ from scheduler_engine.engine.config import GrammarConfig
 from scheduler_engine.engine.scheduler.request import Request
 
 
-def open_grammar_queue(config: GrammarConfig, tokens: TokenSpec, tokenizer: Path) -> GrammarQueue[Request]:
+def open_grammar_queue(
+    config: GrammarConfig, tokens: TokenSpec, tokenizer: Path, decisions: DecisionSink
+) -> GrammarQueue[Request]:
     """Open the queue of requests with a grammar. The first of them starts the thread, which reads the tokenizer.
 
     Args:
         config: its limits.
         tokens: the model's vocabulary and end-of-sequence tokens.
         tokenizer: JSON of the model's tokenizer, from ``EnginePaths.tokenizer``.
+        decisions: where the queue notes who enters and who leaves.
     """
 
     def open_backend() -> GrammarBackend:
@@ -31,5 +34,7 @@ def open_grammar_queue(config: GrammarConfig, tokens: TokenSpec, tokenizer: Path
         )
 
     compiler = ThreadGrammarCompiler(open_backend=open_backend, max_cached=config.max_cached)
-    waits = AgreedQueue[Request](name="grammar", max_wait_s=config.timeout_s, max_waiting=config.max_waiting)
+    waits = AgreedQueue[Request](
+        name="grammar", max_wait_s=config.timeout_s, max_waiting=config.max_waiting, decisions=decisions
+    )
     return GrammarQueue(compiler=compiler, queue=waits)

@@ -16,7 +16,6 @@ import numpy as np
 from scheduler_components import CacheIntegrityError, ConfigError, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.agreement.step_agreement import AgreementPart
-from scheduler_components.cache import PrefixNamespace
 from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.hicache import (
     ZERO_COPY_LAYOUT,
@@ -37,7 +36,6 @@ from scheduler_engine.engine.config import HiCacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory
-    from scheduler_components.hicache.prefetch_queue import PrefetchQueue
     from scheduler_components.values import TierStats
 
 # The pages are small because their content is compared, not computed with.
@@ -111,16 +109,8 @@ class HiCacheTiers:
         return self.stepper.cache
 
     @property
-    def prefetch_queue(self) -> PrefetchQueue:
-        return self.stepper.cache.prefetch_queue
-
-    @property
     def num_operations(self) -> int:
         return self.stepper.cache.num_operations
-
-    @property
-    def num_pages_in_transfer(self) -> int:
-        return self.stepper.cache.num_pages_in_transfer
 
     @property
     def state_digest(self) -> int:
@@ -134,9 +124,6 @@ class HiCacheTiers:
     def layer_counter(self) -> LayerDoneCounter:
         """Where the device waits for pages if the policy loads ``by_layer``."""
         return TierLayerDoneCounter(stepper=self.stepper, layer_counter=self.mover.layer_counter)
-
-    def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
-        self.stepper.cache.write_to_host(token_ids, namespace)
 
     def stats(self) -> TierStats:
         return self.stepper.cache.stats()

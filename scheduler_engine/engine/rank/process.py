@@ -25,7 +25,7 @@ from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.metrics import ZmqReportSink, open_shm_metrics_sink, open_zmq_forward_pass_sink
-from scheduler_components.ports import NullDecisionLog, ReportSink
+from scheduler_components.ports import DecisionSink, NullDecisionLog, ReportSink
 from scheduler_components.profiler_manager import NullProfiler, Profiler, ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.receiving.recv_skipper import RecvSkipper
@@ -114,7 +114,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         profiles = ProfilerManager(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
         device = ProfiledDevice(device=compute.device, profiles=profiles)
-        state, grammars = QuiesceState(), _open_grammars(config, opened)
+        state, decisions = QuiesceState(), _decision_log(config, groups)
         scheduler = Scheduler.compose(
             config.engine.scheduler,
             parallel,
@@ -123,13 +123,11 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             sinks=sinks,
             quiesce=state,
             dp=_dp_sync(config, parallel, peers),
-            lora=_open_lora(config, compute, opened),
+            lora=_open_lora(config, compute, decisions, opened),
             groups=groups,
-            rooms=grammars,
-            decisions=_decision_log(config, groups),
+            rooms=_open_grammars(config, decisions, opened),
+            decisions=decisions,
         )
-        for each in grammars:
-            scheduler.metrics.sources["grammars"] = each
         opened.callback(scheduler.close)
         opened.callback(scheduler.kv_events.publish_all_cleared)
         quiesce = make_quiesce_stepper(scheduler, state, groups=groups, weights=compute.weights, memory=compute.memory)
@@ -163,12 +161,12 @@ def _open_load_publisher(
     return publisher
 
 
-def _open_grammars(config: RankConfig, opened: ExitStack) -> tuple[GrammarQueue[Request], ...]:
+def _open_grammars(config: RankConfig, decisions: DecisionSink, opened: ExitStack) -> tuple[GrammarQueue[Request], ...]:
     """Open the queue of requests with a grammar; none if the configuration refuses them."""
     scheduler = config.engine.scheduler
     if scheduler.grammar is None:
         return ()
-    queue = open_grammar_queue(scheduler.grammar, scheduler.tokens, config.paths.tokenizer)
+    queue = open_grammar_queue(scheduler.grammar, scheduler.tokens, config.paths.tokenizer, decisions)
     opened.callback(queue.close)
     return (queue,)
 
@@ -184,14 +182,16 @@ def _decision_log(config: RankConfig, groups: ParallelGroups) -> DecisionLog | N
     return log
 
 
-def _open_lora(config: RankConfig, compute: RankCompute, opened: ExitStack) -> LoraQueue[Request] | None:
+def _open_lora(
+    config: RankConfig, compute: RankCompute, decisions: DecisionSink, opened: ExitStack
+) -> LoraQueue[Request] | None:
     """Open the adapters of the configuration. Return None without any: the scheduler then refuses them."""
     lora = config.engine.scheduler.lora
     if lora is None:
         return None
     loader = open_thread_adapter_loader(compute.adapters)
     opened.callback(loader.close)
-    queue = LoraQueue[Request](loader=loader, limits=lora.limits)
+    queue = LoraQueue[Request](loader=loader, limits=lora.limits, decisions=decisions)
     for each in lora.adapters:
         queue.register(each.name, each.path, is_pinned=each.pinned)
     return queue

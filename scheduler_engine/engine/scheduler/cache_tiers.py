@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias
 
 from scheduler_components.agreement.step_agreement import AgreementPart
-from scheduler_components.cache import PrefixNamespace, RadixCache
+from scheduler_components.cache import RadixCache
 from scheduler_components.checks.pool_stats_observer import AuditedPool
 from scheduler_components.hicache import HiRadixCache
-from scheduler_components.hicache.prefetch_queue import NullPrefetchQueue, PrefetchQueue
 from scheduler_components.values import TierStats
 
 __all__ = ["CacheTiers", "DeviceOnlyTiers", "PrefixCache"]
@@ -22,18 +21,13 @@ PrefixCache: TypeAlias = RadixCache | HiRadixCache
 class CacheTiers(Protocol):
     """A prefix cache and its tiers: ``HiCacheTiers`` or ``DeviceOnlyTiers``.
 
-    It has twelve members because it combines the cache, the state of its tiers and their I/O. Two implementations exist
+    It has nine members because it combines the cache, the state of its tiers and their I/O. Two implementations exist
     because ``HiCacheTiers`` needs numpy, which an engine without a host tier does not install.
     """
 
     @property
     def cache(self) -> PrefixCache:
         """The cache that holds the pages of running requests."""
-        ...
-
-    @property
-    def prefetch_queue(self) -> PrefetchQueue | NullPrefetchQueue:
-        """Fetches the pages of waiting requests."""
         ...
 
     @property
@@ -49,15 +43,6 @@ class CacheTiers(Protocol):
     @property
     def lower_pools(self) -> Sequence[AuditedPool]:
         """The pools below the device, for checks."""
-        ...
-
-    @property
-    def num_pages_in_transfer(self) -> int:
-        """Device pages that copies hold; the same number on all ranks."""
-        ...
-
-    def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
-        """Begin to copy the cached pages of a prefix to the host."""
         ...
 
     def stats(self) -> TierStats | None:
@@ -87,15 +72,10 @@ class DeviceOnlyTiers:
     """The ``CacheTiers`` of a cache without host and storage tiers."""
 
     cache: RadixCache
-    prefetch_queue: ClassVar[NullPrefetchQueue] = NullPrefetchQueue()
     num_operations: ClassVar[int] = 0
-    num_pages_in_transfer: ClassVar[int] = 0
     state_digest: ClassVar[int] = 0
     lower_pools: ClassVar[Sequence[AuditedPool]] = ()
     agreement_parts: ClassVar[Sequence[AgreementPart]] = ()
-
-    def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
-        pass
 
     def stats(self) -> None:
         return None

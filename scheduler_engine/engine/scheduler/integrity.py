@@ -1,17 +1,16 @@
-"""SchedulerIntegrity: the pool checks of a scheduler, its allocation log, and the progress of its step."""
+"""The pools of a scheduler that are checked: pages of its tiers, held by requests and sessions, and request slots."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from scheduler_components import ParallelState, RadixCache
 from scheduler_components.cache import RadixNode
 from scheduler_components.checks.allocation_log import AllocationLog
-from scheduler_components.checks.pool_stats_observer import AuditedPool, PoolStatsObserver, RadixCachePool
-from scheduler_components.invariant_checker import PoolInvariantChecker, PublishedBlocks
-from scheduler_components.ports import AllocationSink, KvEventSource, NullAllocationSink, PageHolders
-from scheduler_components.scheduling.request_kv_cache import RequestPageHolders
+from scheduler_components.checks.pool_stats_observer import RadixCachePool
+from scheduler_components.ports import PageHolders
+from scheduler_components.scheduling.composition import PoolChecks, compose_checks
 from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.values import HeldCount, PageHolding, PoolCount, RequestState
 from scheduler_components.watchdog import StepProgress
@@ -19,7 +18,7 @@ from scheduler_engine.engine.config import IntegrityConfig
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_engine.engine.scheduler.request import Request
 
-__all__ = ["SchedulerIntegrity", "RequestSlotPool"]
+__all__ = ["RequestSlotPool", "RequestsAndSessions", "compose_integrity"]
 
 REQUEST_SLOT_POOL = "req"
 
@@ -68,53 +67,29 @@ class RequestsAndSessions:
         yield from self.sessions.holdings()
 
 
-@dataclass(slots=True, kw_only=True)
-class SchedulerIntegrity:
-    """The checks of one scheduler. Made by ``SchedulerIntegrity.compose``.
-
-    Attributes:
-        checker: checks the pools every few steps.
-        allocation_log: records which request allocates and frees which pages.
-        events: source of the publisher: the cache, or a wrapper that also follows the events.
-        pools: measures how full the pools are.
-        progress: the current step and its phase, which the watchdog reads.
-    """
-
-    checker: PoolInvariantChecker
-    allocation_log: AllocationSink
-    events: KvEventSource
-    pools: PoolStatsObserver
-    progress: StepProgress = field(default_factory=StepProgress)
-
-    @classmethod
-    def compose(
-        cls,
-        config: IntegrityConfig,
-        parallel: ParallelState,
-        tiers: CacheTiers,
-        queues: RequestQueues[Request],
-        sessions: PageHolders,
-    ) -> SchedulerIntegrity:
-        """Wire the checks of a scheduler's tiers, queues and sessions. A rank without a stream compares no events."""
-        cache = tiers.cache
-        progress = StepProgress()
-        requests = RequestsAndSessions(requests=RequestPageHolders(queues=queues), sessions=sessions)
-        if isinstance(cache, RadixCache):
-            pool = RadixCachePool(cache=cache, requests=requests)
-        else:
-            pool = RadixCachePool(cache=cache.device, requests=requests, transfers=cache.transfers)
-        audited: tuple[AuditedPool, ...] = (pool, RequestSlotPool(queues=queues), *tiers.lower_pools)
-        checker = PoolInvariantChecker(pools=audited, policy=config.checks, progress=progress)
-        pools = PoolStatsObserver(pools=(pool,), page_size=cache.page_size)
-        integrity = cls(
-            checker=checker, allocation_log=NullAllocationSink(), events=cache, pools=pools, progress=progress
-        )
-        if config.owners_one_in:
-            log = AllocationLog(progress=progress, one_in=config.owners_one_in)
-            integrity.allocation_log = checker.log = log
-            if not isinstance(cache, RadixCache):
-                cache.record_allocations(log)
-        if config.follows_events and parallel.owns_kv_stream:
-            integrity.events = checker.published = PublishedBlocks(source=cache)
-            checker.cached = cache
-        return integrity
+def compose_integrity(
+    config: IntegrityConfig,
+    parallel: ParallelState,
+    tiers: CacheTiers,
+    queues: RequestQueues[Request],
+    sessions: PageHolders,
+    progress: StepProgress,
+    log: AllocationLog | None,
+) -> PoolChecks:
+    """Compose the checks of a scheduler's tiers, queues and sessions. A rank without a stream compares no events."""
+    cache, holders = tiers.cache, RequestsAndSessions(requests=queues, sessions=sessions)
+    if isinstance(cache, RadixCache):
+        pool = RadixCachePool(cache=cache, requests=holders)
+    else:
+        pool = RadixCachePool(cache=cache.device, requests=holders, transfers=cache.transfers)
+        if log is not None:
+            cache.record_allocations(log)
+    return compose_checks(
+        pool,
+        cache,
+        config.checks,
+        more_pools=(RequestSlotPool(queues=queues), *tiers.lower_pools),
+        progress=progress,
+        log=log,
+        follows_events=config.follows_events and parallel.owns_kv_stream,
+    )

@@ -12,8 +12,9 @@ import msgspec
 from scheduler_components import ConfigError, ParallelState, WorkCounters
 from scheduler_components.metrics import RateMeter, RequestLatencyRecorder, RequestTimeStats
 from scheduler_components.metrics.request_tracer import RequestTracer
+from scheduler_components.scheduling.dynamic_chunk_sizer import FirstTokenPredictor, PrefillLatencyFit
+from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.values import FinishedRequest, FinishReason, ReceiverStats, ScheduledBatch, SchedulerCounters
-from scheduler_engine.engine.scheduler.prefill_forecast import PrefillForecast
 from scheduler_engine.engine.scheduler.request import Request
 from scheduler_engine.engine.scheduler.request_limits import RequestTooLongError
 
@@ -45,7 +46,7 @@ class RequestMetrics:
 
     Attributes:
         clock: monotonic seconds, for rates and request times.
-        forecast: observes prefills and first tokens.
+        predictor: predicts times to first token. Its fit learns the duration of prefills.
         counters: incremented here, and by ``RequestKvCache`` for evictions.
         work: tickets of received requests and the work done, for load reports.
         rates: throughput and hit rate over the recent window.
@@ -56,7 +57,7 @@ class RequestMetrics:
     """
 
     clock: Callable[[], float] = time.monotonic
-    forecast: PrefillForecast = field(default_factory=PrefillForecast)
+    predictor: FirstTokenPredictor = field(default_factory=lambda: FirstTokenPredictor(fit=PrefillLatencyFit()))
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     work: WorkCounters = field(default_factory=WorkCounters)
     receiver: ReceiverStats = field(default_factory=ReceiverStats)
@@ -68,6 +69,24 @@ class RequestMetrics:
     def __post_init__(self) -> None:
         self.rates = RateMeter(clock=self.clock)
         self.latencies = RequestLatencyRecorder(clock=self.clock)
+
+    def predict_first_token(self, request: Request, queues: RequestQueues[Request], *, step_tokens: int) -> None:
+        """Predict the time to the first token of a request that is about to be queued.
+
+        Args:
+            request: its cached tokens are known.
+            queues: the requests ahead of it.
+            step_tokens: prefilled tokens per step.
+        """
+        slots_ahead = max(0, len(queues.running) + len(queues.waiting) + 1 - queues.max_running_requests)
+        predicted_s = self.predictor.predict_s(
+            request.num_input_tokens - request.num_cached_tokens,
+            tokens_ahead=queues.waiting.uncached_tokens + queues.num_chunked_tokens_left,
+            step_tokens=step_tokens,
+            history_tokens=request.num_cached_tokens,
+            slots_ahead=slots_ahead,
+        )
+        self.predictor.start(request.rid, predicted_s, slots_ahead=slots_ahead)
 
     def on_queued(self, request: Request) -> None:
         """Record a new request, which waits."""
@@ -102,10 +121,17 @@ class RequestMetrics:
         busy_s = self.clock() - begun_s
         if batch.num_prefill_tokens:
             self.work.record_prefill(batch.num_prefill_tokens, busy_s)
-            self.forecast.observe_prefill(batch, busy_s)
+            pairs = sum(chunk.end**2 - chunk.start**2 for chunk in batch.chunks if chunk.is_prefill)
+            self.predictor.fit.observe(batch.num_prefill_tokens, pairs, busy_s)
         else:
             self.work.record_decode(batch.num_decode_tokens, busy_s, batch.num_decode_tokens)
         return busy_s
+
+    def on_results(self, batch: ScheduledBatch[Request]) -> None:
+        """Record the requests of a batch that have received their first token."""
+        for chunk in batch.chunks:
+            if chunk.is_prefill and chunk.request.num_output_tokens == 1:
+                self.predictor.on_first_token(chunk.request.rid)
 
     def on_tokens(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> None:
         """Record the tokens that a step generated for each of these requests."""
@@ -119,7 +145,10 @@ class RequestMetrics:
         """Record the end of a request."""
         self.latencies.on_finished(_times(request))
         self.tracer.on_finished(_times(request), _facts(request, reason))
-        self.forecast.on_finished(request)
+        if request.num_output_tokens:  # its first token may have ended it
+            self.predictor.on_first_token(request.rid)
+        else:
+            self.predictor.discard(request.rid)
         if reason is FinishReason.ABORT:
             self.counters.num_aborted_requests_total += 1
 

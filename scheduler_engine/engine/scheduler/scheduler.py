@@ -21,9 +21,9 @@ on a clock or on the rank. ``state_digest`` lets the ranks verify that.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import msgspec
 
@@ -44,74 +44,57 @@ from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.cache import RadixNode
+from scheduler_components.checks.allocation_log import AllocationLog
 from scheduler_components.forward_pass_publisher import ForwardPassPublisher
-from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.metrics.request_tracer import RequestTracer
-from scheduler_components.ports import (
-    KvEventSink,
-    LoadSource,
-    MetricsSink,
-    NullDecisionLog,
-    NullMetricsSink,
-    NullOutputSink,
-    NullReportSink,
-    NullSpanSink,
-    OutputSink,
-    ReportSink,
-    SpanSink,
-)
+from scheduler_components.ports import NullAllocationSink, NullDecisionLog, StatsSource
 from scheduler_components.quiesce import QuiesceState, weight_namespace
+from scheduler_components.scheduling.composition import (
+    Clocks,
+    PoolChecks,
+    SchedulerSinks,
+    WaitingPath,
+    compose_batcher,
+    compose_reports,
+    note_step,
+)
 from scheduler_components.scheduling.dp_attn import DpBatchSync
-from scheduler_components.scheduling.dynamic_chunk_sizer import DynamicChunkSizer
-from scheduler_components.scheduling.preemption_policy import make_preemption_policy
+from scheduler_components.scheduling.dynamic_chunk_sizer import DynamicChunkSizer, FirstTokenPredictor
 from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.scheduling.request_queues import RequestQueues
-from scheduler_components.scheduling.scheduling_policy import make_policy
-from scheduler_components.scheduling.tier_prefetcher import TierPrefetcher
 from scheduler_components.values import (
     DEFAULT_WEIGHT_VERSION,
     FinishReason,
     ForwardMode,
-    ForwardPassMetrics,
-    KvMetrics,
     RequestState,
     ScheduledBatch,
     SessionParams,
 )
-from scheduler_components.waiting.agreed_queue import DepartureReason, WaitingRoom, WaitingRooms
+from scheduler_components.waiting.agreed_queue import WaitingRoom, WaitingRooms
+from scheduler_components.waiting.grammar_queue import GrammarQueue
 from scheduler_components.waiting.lora_queue import LoraLimits, LoraQueue
 from scheduler_components.waiting.request_deadlines import RequestDeadlines
 from scheduler_components.waiting.session_kv_releaser import SessionKvReleaser
 from scheduler_components.waiting.sessions import SessionTable
-from scheduler_components.watchdog import IDLE_PHASE
+from scheduler_components.watchdog import IDLE_PHASE, StepProgress
 from scheduler_engine.device.device import Device, DeviceOutput
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.batcher_settings import BatcherSettings, make_ratio_tracker
 from scheduler_engine.engine.scheduler.batching_report import BatchingReport
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers, DeviceOnlyTiers, PrefixCache
-from scheduler_engine.engine.scheduler.integrity import SchedulerIntegrity
-from scheduler_engine.engine.scheduler.prefill_forecast import PrefillForecast
+from scheduler_engine.engine.scheduler.integrity import compose_integrity
 from scheduler_engine.engine.scheduler.request import Request
-from scheduler_engine.engine.scheduler.request_identity import RequestIdentity
 from scheduler_engine.engine.scheduler.request_limits import (
     check_grammar_served,
     check_request_fits,
     check_tokens_known,
 )
 from scheduler_engine.engine.scheduler.request_metrics import RequestMetrics
-from scheduler_engine.engine.scheduler.scheduler_sections import SchedulerSections
-from scheduler_engine.engine.scheduler.state_digest import StateDigest
 
-__all__ = ["ROOM_POLL_S", "Clocks", "Scheduler", "SchedulerSinks", "StepResult", "TimedRequests"]
+__all__ = ["ROOM_POLL_S", "Clocks", "Scheduler", "SchedulerParts", "SchedulerSinks", "StepResult"]
 
 ROOM_POLL_S = 0.02
 """Time between two steps of a replica that only waits for rooms: short compared with compiling a grammar."""
-
-_FINISH_REASONS: dict[DepartureReason, FinishReason] = {
-    "failed": FinishReason.REFUSED,
-    "error": FinishReason.ERROR,
-    "expired": FinishReason.QUEUE_TIMEOUT,
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,12 +109,11 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         device: computes batches.
         queues: the waiting and running requests.
         agreement: agrees with the other ranks once per step.
-        rooms: what requests wait for besides pages.
-        deadlines: ends requests that wait or take too long.
+        waiting: what requests wait for besides pages, and how long.
         lora: the adapters; one of the rooms if the engine has any.
         sessions: conversations that keep their pages between turns.
         tiers: the prefix cache with the tiers behind it.
-        prefetcher: fetches the prefixes of waiting requests from these tiers.
+        kv_cache: the pages of requests.
         settings: the sizes, which can change while requests run.
         batcher: makes batches and allocates their pages.
         results: applies the result of a batch to its requests.
@@ -142,197 +124,44 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         metrics: reports the statistics of each step.
         forward_passes: reports what each batch was, to planners.
         integrity: checks the pools between steps, and tracks the progress of a step for the watchdog.
-        digest: notes the results of each step in the decision log of this rank.
+        decisions: the log of the decisions of this rank.
+        num_steps: number of completed steps.
     """
 
     device: Device
     queues: RequestQueues[Request]
     agreement: StepAgreement
-    rooms: WaitingRooms[Request]
-    deadlines: RequestDeadlines[Request]
+    waiting: WaitingPath[Request]
     lora: LoraQueue[Request]
     sessions: SessionTable[RadixNode]
     tiers: CacheTiers
-    prefetcher: TierPrefetcher[Request]
+    kv_cache: RequestKvCache[RadixNode]
     settings: BatcherSettings
     batcher: Batcher[Request]
     results: BatchResultProcessor[Request]
     output: OutputStreamer
     kv_events: SchedulerKvEventsPublisher
-    load: LoadSource
+    load: LoadInquirer
     request_metrics: RequestMetrics
     metrics: MetricsEmitter
     forward_passes: ForwardPassPublisher
-    integrity: SchedulerIntegrity
-    digest: StateDigest
+    integrity: PoolChecks
+    decisions: DecisionLog | NullDecisionLog
+    num_steps: int = field(default=0, init=False)
 
     @classmethod
     def compose(
-        cls,
-        config: SchedulerConfig,
-        parallel: ParallelState,
-        device: Device,
-        *,
-        tiers: CacheTiers | None = None,
-        sinks: SchedulerSinks | None = None,
-        clocks: Clocks | None = None,
-        quiesce: QuiesceState | None = None,
-        dp: DpBatchSync | None = None,
-        decisions: DecisionLog | NullDecisionLog | None = None,
-        rooms: Sequence[WaitingRoom[Request]] = (),
-        lora: LoraQueue[Request] | None = None,
-        groups: ParallelGroups | None = None,
+        cls, config: SchedulerConfig, parallel: ParallelState, device: Device, **parts: Unpack[SchedulerParts]
     ) -> Scheduler:
-        """Wire a scheduler.
+        """Compose a scheduler.
 
         Args:
             config: sizes.
             parallel: the rank. Only the rank that owns the KV event stream records events.
             device: computes batches.
-            tiers: the prefix cache with the tiers behind it. The default is a ``RadixCache`` without further tiers.
-            sinks: where outputs, events and statistics go. The default drops them.
-            clocks: sources of time.
-            quiesce: what control requests allow now. The default allows everything.
-            dp: exchange with the other replicas under DP attention. The default has no other replicas.
-            decisions: the log of this rank's decisions, over the same groups. The default stops all ranks at the first
-                difference.
-            rooms: what requests may wait for besides pages, in one order on all ranks.
-            lora: the adapters of the rank. The default has none, and refuses requests that name one.
-            groups: the ranks of the replica, which agree once per step. The default is a replica of one rank.
+            parts: what the owner of the scheduler has opened.
         """
-        sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
-        quiesce, dp, groups = quiesce or QuiesceState(), dp or DpBatchSync(), groups or ParallelGroups()
-        decisions = decisions or DecisionLog(groups=groups, policy="stop")
-        tiers = tiers or DeviceOnlyTiers(cache=_device_cache(config, parallel))
-        cache = tiers.cache
-        cache.record_decisions(decisions)
-        queues = RequestQueues[Request](max_running_requests=config.num_request_slots)
-        sessions = SessionTable[RadixNode](cache=cache, limits=config.session_limits, decisions=decisions)
-        if lora is None:
-            lora = LoraQueue(limits=LoraLimits(max_loaded=1, max_registered=1))
-        else:
-            lora.decisions, rooms = decisions, (*rooms, lora)
-        conditions = BatchConditions[Request](
-            gate=quiesce,
-            dp=dp,
-            new_token_ratio=make_ratio_tracker(config),
-            chunk_sizer=DynamicChunkSizer(page_size=config.page_size),
-            idle_pages=sessions,
-        )
-
-        # Observers: they read the parts above and decide nothing.
-        tracer = RequestTracer(parallel=parallel, sink=sinks.spans, model_name=sinks.model_name, clock=clocks.wall)
-        forecast = PrefillForecast(conditions=conditions)
-        forecast.predictor.clock = clocks.monotonic
-        request_metrics = RequestMetrics(clock=clocks.monotonic, forecast=forecast, tracer=tracer)
-        integrity = SchedulerIntegrity.compose(config.integrity, parallel, tiers, queues, sessions)
-        load = LoadInquirer(
-            parallel=parallel,
-            queues=queues,
-            pool=cache,
-            rates=request_metrics.rates,
-            work=request_metrics.work,
-            sections=SchedulerSections(lora=lora).load_sections,
-            clock=clocks.wall,
-        )
-        kv_events = SchedulerKvEventsPublisher(
-            parallel=parallel,
-            source=integrity.events,
-            sink=sinks.events,
-            load=load,
-            metrics_sink=sinks.kv_metrics,
-            clock=clocks.wall,
-        )
-        forward_passes = ForwardPassPublisher(
-            parallel=parallel,
-            queues=queues,
-            sink=sinks.forward_passes,
-            worker_id=sinks.worker_id,
-            clock=clocks.monotonic,
-        )
-        output = OutputStreamer(sink=sinks.outputs)
-        # The path of a request: rooms, batcher, device, results.
-        waiting_rooms = WaitingRooms[Request](rooms=rooms)
-        for room in rooms:
-            room.queue.decisions = decisions
-        deadlines = RequestDeadlines[Request](defaults=config.timeouts)
-        agreement = StepAgreement(
-            groups=groups,
-            parts=(decisions, *tiers.agreement_parts, *rooms, sessions),
-            clock=clocks.monotonic,
-            leads=parallel.leads_replica or not groups.groups,
-        )
-        kv_cache = RequestKvCache(
-            cache=cache,
-            counters=request_metrics.counters,
-            allocation_log=integrity.allocation_log,
-            decisions=decisions,
-            namespaces=RequestIdentity(),
-        )
-        prefetcher = conditions.prefetcher = TierPrefetcher[Request](tiers=tiers, kv_cache=kv_cache, queues=queues)
-        batcher = Batcher[Request](
-            limits=config.batch_limits,
-            queues=queues,
-            kv_cache=kv_cache,
-            policy=make_policy(config.schedule_policy, match_length=kv_cache.match_length),
-            preemption=make_preemption_policy(config.preemption_policy),
-            conditions=conditions,
-            observer=request_metrics,
-            decisions=decisions,
-        )
-        metrics = MetricsEmitter(
-            parallel=parallel,
-            load=load,
-            sink=sinks.metrics,
-            sources={
-                "counters": request_metrics,
-                "publisher": kv_events,
-                "latencies": request_metrics.latencies,
-                "tiers": tiers,
-                "receiver": LiveStats(request_metrics.receiver),
-                "quiesce": quiesce,
-                "integrity": integrity.checker,
-                "pools": integrity.pools,
-                "batching": BatchingReport(batcher=batcher, request_metrics=request_metrics),
-                "outputs": output,
-                "forward_passes": forward_passes,
-                "spans": tracer,
-                "rooms": waiting_rooms,
-                "deadlines": deadlines,
-                "decisions": decisions,
-                "sessions": sessions,
-                "adapters": lora,
-            },
-        )
-        results = BatchResultProcessor(
-            kv=SessionKvReleaser(kv=kv_cache, sessions=sessions),
-            requests=TimedRequests(batcher=batcher, rooms=waiting_rooms, deadlines=deadlines),
-            output=output,
-            observer=request_metrics,
-            eos_token_ids=frozenset(config.tokens.eos_token_ids),
-        )
-        return cls(
-            device=device,
-            queues=queues,
-            agreement=agreement,
-            rooms=waiting_rooms,
-            deadlines=deadlines,
-            lora=lora,
-            sessions=sessions,
-            tiers=tiers,
-            prefetcher=prefetcher,
-            settings=BatcherSettings(config=config, batcher=batcher),
-            batcher=batcher,
-            results=results,
-            output=output,
-            kv_events=kv_events,
-            load=load,
-            request_metrics=request_metrics,
-            metrics=metrics,
-            forward_passes=forward_passes,
-            integrity=integrity,
-            digest=StateDigest(decisions=decisions),
-        )
+        return _Composer(config=config, parallel=parallel, parts=parts).compose(device)
 
     def submit(self, request: Request, session: SessionParams | None = None) -> None:
         """Queue a request. A refused request changes nothing.
@@ -359,16 +188,10 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         self.integrity.progress.enter_phase("submit", request.rid)
         if session is not None:
             request.session_id = session.id
-        must_wait = self.rooms.enter(request)
-        self.prefetcher.start(request)
-        request.num_cached_tokens = self.prefetcher.kv_cache.match_length(request)
-        forecast = self.request_metrics.forecast
-        forecast.predict_first_token(request, self.queues, step_tokens=config.max_prefill_tokens)
-        if must_wait:
-            self.batcher.hold(request)
-        else:
-            self.batcher.add(request)
-        self.deadlines.add(request)
+        must_wait = self.waiting.rooms.enter(request)
+        self.kv_cache.start(request)
+        self.request_metrics.predict_first_token(request, self.queues, step_tokens=config.max_prefill_tokens)
+        self.waiting.add(request, must_wait=must_wait)
         self.request_metrics.on_queued(request)
         if session is not None:
             for rid in self.sessions.begin_turn(session, request.rid):
@@ -387,7 +210,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
 
     def _end(self, request: Request, reason: FinishReason, problem: str = "") -> None:
         request.problem = problem
-        self.tiers.prefetch_queue.cancel(request.rid)
+        self.kv_cache.cancel(request.rid)
         self.results.abort(request, reason)
 
     def step(self) -> StepResult:
@@ -403,10 +226,9 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         progress = self.integrity.progress
         progress.begin_step(self.num_steps + 1, "agreement")
         self.agreement.step(self.num_steps + 1)
-        self._apply_departures()
-        for request, reason, problem in self.deadlines.pop_expired(self.agreement.now_s):
+        for request, reason, problem in self.waiting.pop_ended(self.agreement.now_s):
             self._end(request, reason, problem)
-        self.prefetcher.update_prefetched_spans()
+        self.queues.recount_prefetched(self.kv_cache.prefetched_spans())
         progress.enter_phase("batch")
         batch = self.batcher.next_batch()
         if batch.has_work:
@@ -414,8 +236,13 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         else:
             self.tiers.wait()
             updated = self.results.process()
-        self.queues.on_aborts_streamed()
-        self.digest.add_step(batch, len(updated), self.tiers)
+        self.batcher.on_results(batch)
+        self.num_steps += 1
+        if self.decisions.wants_decisions:
+            shapes = [shape.num_tokens for shape in batch.replicas]
+            transfers = self.tiers.num_operations, self.tiers.state_digest
+            computed = [chunk.request for chunk in batch.chunks]
+            note_step(self.decisions, len(updated), computed, self.cache, transfers, shapes)
         progress.enter_phase("report")
         self._report()
         is_idle = not self.queues.running and not self.tiers.num_operations
@@ -430,14 +257,6 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             num_retracted=batch.num_retracted,
             digest=self.state_digest,
         )
-
-    def _apply_departures(self) -> None:
-        """Queue the requests that have left all rooms, and end those that one room has failed or expired."""
-        for departure in self.rooms.pop_departures():
-            if departure.reason == "ready":
-                self.batcher.release(departure.item)
-            else:
-                self._end(departure.item, _FINISH_REASONS[departure.reason], departure.problem)
 
     def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
         """Compute a batch and apply its results. Return the requests that got tokens or ended."""
@@ -458,10 +277,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         updated = self._apply(batch, output)
         self.forward_passes.publish_forward_pass(batch.chunks, busy_s)
         if batch.num_prefill_tokens:
-            self.request_metrics.forecast.on_first_tokens(batch)
-            for chunk in batch.chunks:
-                if chunk.is_prefill:
-                    self.queues.update_prefill_tokens(chunk.request)
+            self.request_metrics.on_results(batch)
         return updated
 
     def _apply(self, batch: ScheduledBatch[Request], output: DeviceOutput) -> list[Request]:
@@ -500,34 +316,24 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         """
         if self.has_work:
             return 0.0
-        deadline_s = min(self.deadlines.next_deadline_s, self.sessions.next_deadline_s)
+        deadline_s = min(self.waiting.deadlines.next_deadline_s, self.sessions.next_deadline_s)
         due_in_s = max(0.0, deadline_s - self.agreement.clock())
         return min(ROOM_POLL_S, due_in_s) if self.polls_rooms else due_in_s
 
     @property
     def polls_rooms(self) -> bool:
         """True while requests wait in rooms or adapters are loaded, so that steps are taken without a batch."""
-        return bool(len(self.rooms)) or self.lora.has_pending_loads
-
-    @property
-    def num_steps(self) -> int:
-        """Number of completed steps."""
-        return self.digest.num_steps
+        return bool(len(self.waiting.rooms)) or self.lora.has_pending_loads
 
     @property
     def state_digest(self) -> int:
         """A 32-bit digest of all decisions and results, which is equal on all ranks after the same calls."""
-        return self.digest.value
+        return self.decisions.tip % 2**32
 
     @property
     def agreed_digest(self) -> int:
         """The 32-bit digest at the last agreement: equal on all ranks that take the same steps with the same input."""
         return self.decisions.agreed_tip % 2**32
-
-    @property
-    def decisions(self) -> DecisionLog | NullDecisionLog:
-        """The log of the decisions of this rank."""
-        return self.digest.decisions
 
     @property
     def cache(self) -> PrefixCache:
@@ -558,7 +364,10 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         """
         self.sessions.release_all()
         self.cache.clear(weight_version)
-        self.prefetcher.restart(weight_namespace(weight_version))
+        waiting = self.queues.waiting
+        self.kv_cache.restart(waiting, weight_namespace(weight_version))
+        for request in waiting:
+            waiting.recount(request)
         self.kv_events.flush()
 
     def clear_storage_index(self) -> None:
@@ -582,55 +391,203 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         self.tiers.close()
 
 
-@dataclass(slots=True, kw_only=True)
-class TimedRequests:
-    """The ``RequestFinisher`` of a scheduler with rooms and deadlines."""
-
-    batcher: Batcher[Request]
-    rooms: WaitingRooms[Request]
-    deadlines: RequestDeadlines[Request]
-
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        self.batcher.finish(request, reason)
-        self.rooms.end(request)
-        self.deadlines.discard(request)
-
-
-@dataclass(slots=True, kw_only=True)
-class SchedulerSinks:
-    """The sinks of a scheduler. ``Scheduler.close`` closes all but ``metrics``.
+class SchedulerParts(TypedDict, total=False):
+    """What a scheduler is composed of that its owner opens. Each part has a default, also in the place of None.
 
     Attributes:
-        events: KV events; made by ``open_event_publisher``.
-        outputs: tokens of requests.
-        metrics: statistics of each step; its owner closes it.
-        kv_metrics: ``KvMetrics``: request slots and KV blocks.
-        forward_passes: what each batch was.
-        spans: the spans of ended requests.
-        worker_id, model_name: names of the engine and of its model for the readers of these two.
+        tiers: the prefix cache with the tiers behind it. The default is a ``RadixCache`` without further tiers.
+        sinks: where outputs, events and statistics go. The default drops them.
+        clocks: sources of time.
+        quiesce: what control requests allow now. The default allows everything.
+        dp: exchange with the other replicas under DP attention. The default has no other replicas.
+        decisions: the log of this rank's decisions, over the same groups; the queues of ``rooms`` and ``lora`` have it,
+            too. The default stops all ranks at the first difference.
+        rooms: what requests may wait for besides pages, in one order on all ranks.
+        lora: the adapters of the rank. The default has none, and refuses requests that name one.
+        groups: the ranks of the replica, which agree once per step. The default is a replica of one rank.
     """
 
-    events: KvEventSink = field(default_factory=NullEventPublisher)
-    outputs: OutputSink = field(default_factory=NullOutputSink)
-    metrics: MetricsSink = field(default_factory=NullMetricsSink)
-    kv_metrics: ReportSink[KvMetrics] | None = None
-    forward_passes: ReportSink[ForwardPassMetrics] = field(default_factory=NullReportSink)
-    spans: SpanSink = field(default_factory=NullSpanSink)
-    worker_id: str = ""
-    model_name: str = ""
+    tiers: CacheTiers | None
+    sinks: SchedulerSinks | None
+    clocks: Clocks | None
+    quiesce: QuiesceState | None
+    dp: DpBatchSync | None
+    decisions: DecisionLog | NullDecisionLog | None
+    rooms: Sequence[WaitingRoom[Request]]
+    lora: LoraQueue[Request] | None
+    groups: ParallelGroups | None
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Clocks:
-    """Sources of time.
+class _Reports(TypedDict):
+    load: LoadInquirer
+    kv_events: SchedulerKvEventsPublisher
+    metrics: MetricsEmitter
+    forward_passes: ForwardPassPublisher
 
-    Attributes:
-        wall: seconds since the epoch, for time stamps.
-        monotonic: seconds since any origin, for rates and latencies.
-    """
 
-    wall: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
+@dataclass(slots=True, kw_only=True)
+class _Composer:
+    """Composes a scheduler path by path: first what decides, then what observes and reports."""
+
+    config: SchedulerConfig
+    parallel: ParallelState
+    parts: SchedulerParts
+    sinks: SchedulerSinks = field(init=False)
+    clocks: Clocks = field(init=False)
+    groups: ParallelGroups = field(init=False)
+    quiesce: QuiesceState = field(init=False)
+    decisions: DecisionLog | NullDecisionLog = field(init=False)
+    tiers: CacheTiers = field(init=False)
+    lora: LoraQueue[Request] = field(init=False)
+    sessions: SessionTable[RadixNode] = field(init=False)
+
+    def __post_init__(self) -> None:
+        config, parallel, parts = self.config, self.parallel, self.parts
+        self.sinks, self.clocks = parts.get("sinks") or SchedulerSinks(), parts.get("clocks") or Clocks()
+        self.groups, self.quiesce = parts.get("groups") or ParallelGroups(), parts.get("quiesce") or QuiesceState()
+        self.decisions = parts.get("decisions") or DecisionLog(groups=self.groups, policy="stop")
+        self.lora = parts.get("lora") or LoraQueue(limits=LoraLimits(max_loaded=1, max_registered=1))
+        self.tiers = parts.get("tiers") or DeviceOnlyTiers(
+            cache=RadixCache(
+                page_size=config.page_size, capacity_tokens=config.kv_tokens, record=parallel.owns_kv_stream
+            )
+        )
+        cache = self.tiers.cache
+        cache.record_decisions(self.decisions)
+        self.sessions = SessionTable(cache=cache, limits=config.session_limits, decisions=self.decisions)
+
+    def compose(self, device: Device) -> Scheduler:
+        """Compose all paths."""
+        clocks, sinks, tiers = self.clocks, self.sinks, self.tiers
+        conditions = self._conditions()
+        metrics = RequestMetrics(
+            clock=clocks.monotonic,
+            predictor=FirstTokenPredictor(fit=conditions.chunk_sizer.fit, clock=clocks.monotonic),
+            tracer=RequestTracer(
+                parallel=self.parallel, sink=sinks.spans, model_name=sinks.model_name, clock=clocks.wall
+            ),
+        )
+        progress, one_in = StepProgress(), self.config.integrity.owners_one_in
+        log = AllocationLog(progress=progress, one_in=one_in) if one_in else None
+        kv_cache = RequestKvCache[RadixNode](
+            cache=tiers.cache,
+            tiers=None if isinstance(tiers.cache, RadixCache) else tiers.cache,
+            counters=metrics.counters,
+            allocation_log=NullAllocationSink() if log is None else log,
+            decisions=self.decisions,
+        )
+        waiting = self._waiting(kv_cache, conditions, metrics)
+        batcher = waiting.batcher
+        checks = compose_integrity(
+            self.config.integrity, self.parallel, tiers, batcher.queues, self.sessions, progress, log
+        )
+        output = OutputStreamer(sink=sinks.outputs)
+        results = BatchResultProcessor(
+            kv=SessionKvReleaser(kv=kv_cache, sessions=self.sessions),
+            requests=waiting,
+            output=output,
+            observer=metrics,
+            eos_token_ids=frozenset(self.config.tokens.eos_token_ids),
+        )
+        return Scheduler(
+            device=device,
+            queues=batcher.queues,
+            agreement=self._agreement(waiting),
+            waiting=waiting,
+            lora=self.lora,
+            sessions=self.sessions,
+            tiers=tiers,
+            kv_cache=kv_cache,
+            settings=BatcherSettings(config=self.config, batcher=batcher),
+            batcher=batcher,
+            results=results,
+            output=output,
+            request_metrics=metrics,
+            integrity=checks,
+            decisions=self.decisions,
+            **self._reports(waiting, metrics, checks, output),
+        )
+
+    def _waiting(
+        self, kv_cache: RequestKvCache[RadixNode], conditions: BatchConditions, metrics: RequestMetrics
+    ) -> WaitingPath[Request]:
+        """Compose the path of a request until it is computed: rooms, queues, batcher."""
+        config, rooms = self.config, tuple(self.parts.get("rooms", ()))
+        if self.parts.get("lora") is not None:
+            rooms = (*rooms, self.lora)
+        batcher = compose_batcher(
+            kv_cache,
+            config.batch_limits,
+            schedule_policy=config.schedule_policy,
+            preemption_policy=config.preemption_policy,
+            conditions=conditions,
+            observer=metrics,
+            decisions=self.decisions,
+        )
+        deadlines = RequestDeadlines[Request](defaults=config.timeouts)
+        return WaitingPath(batcher=batcher, rooms=WaitingRooms(rooms=rooms), deadlines=deadlines)
+
+    def _conditions(self) -> BatchConditions:
+        return BatchConditions(
+            gate=self.quiesce,
+            dp=self.parts.get("dp") or DpBatchSync(),
+            new_token_ratio=make_ratio_tracker(self.config),
+            chunk_sizer=DynamicChunkSizer(page_size=self.config.page_size),
+            idle_pages=self.sessions,
+        )
+
+    def _agreement(self, waiting: WaitingPath[Request]) -> StepAgreement:
+        return StepAgreement(
+            groups=self.groups,
+            parts=(self.decisions, *self.tiers.agreement_parts, *waiting.rooms.rooms, self.sessions),
+            clock=self.clocks.monotonic,
+            leads=self.parallel.leads_replica or not self.groups.groups,
+        )
+
+    def _reports(
+        self, waiting: WaitingPath[Request], metrics: RequestMetrics, checks: PoolChecks, output: OutputStreamer
+    ) -> _Reports:
+        """Compose what reports load, events and statistics."""
+        parallel, clocks, sinks, queues = self.parallel, self.clocks, self.sinks, waiting.batcher.queues
+        load = LoadInquirer(
+            parallel=parallel,
+            queues=queues,
+            pool=self.tiers.cache,
+            rates=metrics.rates,
+            work=metrics.work,
+            sections=self.lora.load_sections,
+            clock=clocks.wall,
+        )
+        forward_passes = ForwardPassPublisher(
+            parallel=parallel,
+            queues=queues,
+            sink=sinks.forward_passes,
+            worker_id=sinks.worker_id,
+            clock=clocks.monotonic,
+        )
+        sources: dict[str, StatsSource[object]] = {
+            "counters": metrics,
+            "latencies": metrics.latencies,
+            "tiers": self.tiers,
+            "receiver": LiveStats(metrics.receiver),
+            "quiesce": self.quiesce,
+            "integrity": checks.checker,
+            "pools": checks.pools,
+            "batching": BatchingReport(batcher=waiting.batcher, request_metrics=metrics),
+            "outputs": output,
+            "forward_passes": forward_passes,
+            "spans": metrics.tracer,
+            "rooms": waiting.rooms,
+            "deadlines": waiting.deadlines,
+            "decisions": self.decisions,
+            "sessions": self.sessions,
+            "adapters": self.lora,
+        }
+        for room in waiting.rooms.rooms:
+            if isinstance(room, GrammarQueue):
+                sources["grammars"] = room
+        kv_events, emitter = compose_reports(load, checks.events, sinks, sources)
+        return {"load": load, "kv_events": kv_events, "metrics": emitter, "forward_passes": forward_passes}
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
@@ -658,7 +615,3 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
         if self.num_prefill_tokens:
             return ForwardMode.MIXED if self.num_decode_tokens else ForwardMode.EXTEND
         return ForwardMode.DECODE if self.num_decode_tokens else ForwardMode.IDLE
-
-
-def _device_cache(config: SchedulerConfig, parallel: ParallelState) -> RadixCache:
-    return RadixCache(page_size=config.page_size, capacity_tokens=config.kv_tokens, record=parallel.owns_kv_stream)

@@ -53,6 +53,8 @@ def test_ranks_of_torchrun_hold_the_same_pages_at_every_step(size: int, cp_size:
         str(pp_size),
         "--steps",
         "150",
+        "--seed",
+        "1",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -61,7 +63,7 @@ def test_ranks_of_torchrun_hold_the_same_pages_at_every_step(size: int, cp_size:
 
 def test_ranks_hold_the_same_pages_at_every_step(tmp_path: Path, free_ports: Callable[[int], int]) -> None:
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)), "WORLD_SIZE": "2"}
-    arguments = ["--attn-cp-size", "2", "--steps", "150"]
+    arguments = ["--attn-cp-size", "2", "--steps", "150", "--seed", "1"]
     with ForkedRanks(tmp_path, 2, run_rank, tmp_path, world, arguments) as ranks:
         for rank in range(2):
             ranks.wait(rank)

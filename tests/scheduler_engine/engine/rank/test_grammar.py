@@ -12,6 +12,7 @@ from kit.waiting import wait_until
 
 from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.errors import QueueFullError
+from scheduler_components.ports import NullDecisionLog
 from scheduler_components.waiting.grammar_queue import GrammarQueue
 from scheduler_engine.device.model_spec import TokenSpec
 from scheduler_engine.device.sampling import SamplingParams
@@ -26,7 +27,7 @@ TOKENS = TokenSpec(vocab_size=VOCABULARY, eos_token_ids=(2,))
 
 @contextmanager
 def opened(tokenizer: Path, **limits: float) -> Iterator[GrammarQueue[Request]]:
-    queue = open_grammar_queue(GrammarConfig(**limits), TOKENS, tokenizer)  # type: ignore[arg-type]
+    queue = open_grammar_queue(GrammarConfig(**limits), TOKENS, tokenizer, NullDecisionLog())  # type: ignore[arg-type]
     try:
         yield queue
     finally:

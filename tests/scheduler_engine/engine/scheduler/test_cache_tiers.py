@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,10 +121,10 @@ class ComingFromStorage:
         pass
 
 
-def test_prefetched_tokens_are_not_counted_as_waiting(make_bench: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_tokens_are_not_counted_as_waiting(make_bench: Callable) -> None:
     bench = make_bench(kv_tokens=256)
     coming = ComingFromStorage()
-    monkeypatch.setattr(type(bench.scheduler.tiers), "prefetch_queue", coming)
+    bench.scheduler.kv_cache.tiers = SimpleNamespace(prefetch_queue=coming, num_pages_in_transfer=0)
     bench.submit("waits", range(100))
     bench.scheduler.step()
     assert bench.sink.stats[-1].load.num_waiting_uncached_tokens == 100 - 32

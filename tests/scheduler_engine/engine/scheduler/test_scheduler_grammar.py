@@ -66,7 +66,7 @@ def test_ranks_admit_refuse_and_abort_together() -> None:
         for each in requests:
             scheduler.submit(each)
         admitted: dict[str, int] = {}
-        while scheduler.has_work or len(scheduler.rooms):
+        while scheduler.has_work or len(scheduler.waiting.rooms):
             step = scheduler.step().step
             for each in requests:
                 if each.state is not RequestState.WAITING:

@@ -156,12 +156,12 @@ def test_an_aborted_request_leaves_its_room() -> None:
     it.submit("w")
     assert it.scheduler.abort("w")
     assert not it.scheduler.abort("w")
-    assert not len(it.scheduler.rooms)
+    assert not len(it.scheduler.waiting.rooms)
     assert (it.scheduler.queues.num_held, it.scheduler.queues.num_admissible) == (0, 0)
     it.room.report_ready(["w"])
     assert it.drain() == ["w"]
     it.submit("w")  # the id is free again
-    assert len(it.scheduler.rooms) == 1
+    assert len(it.scheduler.waiting.rooms) == 1
 
 
 def test_a_refused_request_changes_nothing() -> None:
@@ -188,7 +188,7 @@ def test_a_pause_with_abort_ends_the_requests_in_rooms() -> None:
     it.submit("a")
     reply = it.execute(PauseGeneration(PauseMode.ABORT))
     assert reply is not None and reply.num_requests == 2
-    assert not len(it.scheduler.rooms) and not it.scheduler.queues
+    assert not len(it.scheduler.waiting.rooms) and not it.scheduler.queues
     assert sorted(delta.rid for delta in it.outputs.deltas) == ["a", "w"]
 
 
@@ -201,7 +201,7 @@ def test_a_paused_replica_lets_requests_out_of_rooms_and_computes_none() -> None
     assert reply is not None and reply.num_requests == 1
     it.room.report_ready(["w"])
     it.scheduler.step()
-    assert not len(it.scheduler.rooms)
+    assert not len(it.scheduler.waiting.rooms)
     assert request.state is running.state is RequestState.WAITING
     assert not it.scheduler.has_work
 
@@ -226,7 +226,7 @@ def test_a_request_in_a_room_survives_a_weight_update() -> None:
     for change in (BeginWeightUpdate("v2", 1000.0), EndWeightUpdate(0, 1000.0)):
         reply = it.execute(change)
         assert reply is not None and not reply.problem
-    assert len(it.scheduler.rooms) == 1
+    assert len(it.scheduler.waiting.rooms) == 1
     it.execute(ContinueGeneration())
     it.room.report_ready(["w"])
     it.scheduler.step()
@@ -303,7 +303,7 @@ def test_a_queue_limit_ends_a_request_in_a_room_and_one_that_is_not_admitted() -
     ]
     assert it.outputs.deltas[0].output.problem.startswith("queue_timeout=2: ")
     assert it.scheduler.next_step_in_s == float("inf")
-    assert (len(it.scheduler.rooms), len(it.scheduler.queues)) == (0, 1)
+    assert (len(it.scheduler.waiting.rooms), len(it.scheduler.queues)) == (0, 1)
 
 
 def test_a_total_limit_ends_a_running_request_with_its_tokens_and_frees_its_pages() -> None:
@@ -319,7 +319,7 @@ def test_a_total_limit_ends_a_running_request_with_its_tokens_and_frees_its_page
     assert last.output.problem.startswith("timeout=2: ")
     assert request.state is RequestState.FINISHED
     assert not it.scheduler.cache.used_tokens
-    assert len(it.scheduler.deadlines) == 0
+    assert len(it.scheduler.waiting.deadlines) == 0
     it.now_s = 100.0
     assert it.drain() == ["a"]
 
@@ -328,7 +328,7 @@ def test_a_request_that_ends_in_time_has_no_limit_any_more() -> None:
     it = RoomedScheduler()
     it.submit("a", RequestTimeouts(queue_s=1.0, total_s=2.0))
     assert it.drain() == ["a"]
-    assert len(it.scheduler.deadlines) == 0
+    assert len(it.scheduler.waiting.deadlines) == 0
     assert it.scheduler.next_step_in_s == float("inf")
 
 

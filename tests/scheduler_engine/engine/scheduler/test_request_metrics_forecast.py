@@ -12,7 +12,7 @@ def timed(bench: object, base_s: float, token_s: float) -> VirtualClock:
     """Let the duration of every step follow a linear model."""
     clock = VirtualClock(0.0)
     request_metrics = bench.scheduler.request_metrics
-    request_metrics.clock = request_metrics.forecast.predictor.clock = clock
+    request_metrics.clock = request_metrics.predictor.clock = clock
     launch = bench.device.launch
 
     def slow(batch: object) -> None:

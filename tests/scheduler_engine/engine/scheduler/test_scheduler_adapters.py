@@ -6,8 +6,9 @@ from kit.immediate_loader import ImmediateLoader
 from kit.reference_scheduler import drain
 
 from scheduler_components import ParallelState
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixCache, RadixNode
 from scheduler_components.events import BlockStored
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.testing import ListEventSink
 from scheduler_components.values import RequestHints
 from scheduler_components.waiting.lora_queue import LoraQueue
@@ -15,7 +16,6 @@ from scheduler_engine.device.device import CostModel, SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import Request
-from scheduler_engine.engine.scheduler.request_identity import RequestIdentity
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 WEIGHTS = PrefixNamespace(extra_key="weight_version=2")
@@ -29,16 +29,19 @@ def a_request(rid: str, lora_id: int | None = None, session_id: str | None = Non
     return request
 
 
+def kv_cache(namespace: PrefixNamespace) -> RequestKvCache[RadixNode]:
+    return RequestKvCache(cache=RadixCache(page_size=4, capacity_tokens=64), namespace=namespace)
+
+
 def test_a_request_of_the_base_model_has_the_namespace_of_the_weights() -> None:
-    assert RequestIdentity().namespace_of(a_request("r"), WEIGHTS) is WEIGHTS
+    assert kv_cache(WEIGHTS).namespace_of(a_request("r")) is WEIGHTS
 
 
 def test_an_adapter_changes_the_identity_and_a_session_does_not() -> None:
-    namespace_of = RequestIdentity().namespace_of
-    adapted = namespace_of(a_request("r", lora_id=3), WEIGHTS)
+    adapted = kv_cache(WEIGHTS).namespace_of(a_request("r", lora_id=3))
     assert (adapted.lora_id, adapted.lora_name, adapted.extra_key) == (3, "adapter-3", WEIGHTS.extra_key)
     assert adapted.seed() != WEIGHTS.seed()
-    in_session = namespace_of(a_request("r", session_id="s"), DEFAULT_NAMESPACE)
+    in_session = kv_cache(DEFAULT_NAMESPACE).namespace_of(a_request("r", session_id="s"))
     assert (in_session.session_id, in_session.seed()) == ("s", DEFAULT_NAMESPACE.seed())
 
 

@@ -1,4 +1,4 @@
-"""TierPrefetcher: what a batcher's calls become at the tiers, for requests of any scheduler."""
+"""What a batcher's calls become at the tiers, for requests of any scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from scheduler_components.cache import PrefixNamespace, RadixCache, RadixNode
 from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.scheduling.request_queues import RequestQueues
-from scheduler_components.scheduling.tier_prefetcher import TierPrefetcher
 from scheduler_components.values import CachedTokens
 from scheduler_engine.simulation import SimulatedRequest, TraceRequest
 
@@ -56,16 +55,15 @@ class RecordingTiers:
 class Bench:
     tiers: RecordingTiers
     queues: RequestQueues[SimulatedRequest]
-    prefetcher: TierPrefetcher[SimulatedRequest]
+    kv_cache: RequestKvCache[RadixNode]
 
 
 @pytest.fixture
 def bench() -> Bench:
     tiers, queues = RecordingTiers(), RequestQueues[SimulatedRequest](max_running_requests=4)
     cache = RadixCache(page_size=4, capacity_tokens=64)
-    kv_cache = RequestKvCache[RadixNode](cache=cache, namespace=OURS)
-    prefetcher = TierPrefetcher[SimulatedRequest](tiers=tiers, kv_cache=kv_cache, queues=queues)  # type: ignore[arg-type]
-    return Bench(tiers=tiers, queues=queues, prefetcher=prefetcher)
+    kv_cache = RequestKvCache[RadixNode](cache=cache, tiers=tiers, namespace=OURS)  # type: ignore[arg-type]
+    return Bench(tiers=tiers, queues=queues, kv_cache=kv_cache)
 
 
 def request_of(index: int, prompt: int = 20) -> SimulatedRequest:
@@ -76,23 +74,23 @@ def request_of(index: int, prompt: int = 20) -> SimulatedRequest:
 
 def test_the_last_token_is_always_computed(bench: Bench) -> None:
     request = request_of(0)
-    bench.prefetcher.start(request)
-    assert [bench.prefetcher.is_ready(request, is_next=is_next) for is_next in (False, True)] == [False, True]
+    bench.kv_cache.start(request)
+    assert [bench.kv_cache.is_ready(request, is_next=is_next) for is_next in (False, True)] == [False, True]
     assert bench.tiers.calls == [
         ("start", "r0", 19, OURS),
         ("is_done", "r0", 19, OURS, False),
         ("is_done", "r0", 19, OURS, True),
     ]
-    assert (bench.prefetcher.num_look_ahead, bench.prefetcher.num_pending_pages) == (3, 5)
+    assert (bench.kv_cache.num_look_ahead, bench.kv_cache.num_pending_pages) == (3, 5)
 
 
 def test_the_first_admission_is_counted_and_a_return_after_a_preemption_is_not(bench: Bench) -> None:
     request = request_of(0)
     request.num_cached_tokens = 6
-    bench.prefetcher.on_admitted(request)
-    bench.prefetcher.on_preempted(request)
+    bench.kv_cache.on_admitted(request)
+    bench.kv_cache.on_preempted(request)
     request.num_retractions = 1
-    bench.prefetcher.on_admitted(request)
+    bench.kv_cache.on_admitted(request)
     assert bench.tiers.calls == [("admit", "r0", 20, 6), ("write", 20, OURS), ("cancel", "r0")]
     assert request.cached_prompt == CachedTokens(1, 2, 3)
 
@@ -101,9 +99,9 @@ def test_found_tokens_of_waiting_requests_do_not_count(bench: Bench) -> None:
     runs, waits = request_of(0), request_of(1)
     for request in (runs, waits):
         bench.queues.add(request)
-        bench.prefetcher.start(request)
+        bench.kv_cache.start(request)
     bench.queues.admit(runs)
-    bench.prefetcher.update_prefetched_spans()
+    bench.queues.recount_prefetched(bench.kv_cache.prefetched_spans())
     assert bench.queues.waiting.totals() == (1, 20, 12)
 
 
@@ -112,6 +110,6 @@ def test_a_cleared_cache_restarts_the_prefetches_of_waiting_requests(bench: Benc
     request.num_cached_tokens = 8
     bench.queues.add(request)
     later = PrefixNamespace(cache_salt="later")
-    bench.prefetcher.restart(later)
+    bench.kv_cache.restart(bench.queues.waiting, later)
     assert bench.tiers.calls == [("cancel", "r0"), ("start", "r0", 19, later)]
-    assert bench.queues.waiting.totals() == (1, 20, 20)
+    assert request.num_cached_tokens == 0
