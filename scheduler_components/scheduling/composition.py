@@ -35,7 +35,6 @@ from scheduler_components.ports import (
     MetricsSink,
     NullAllocationSink,
     NullDecisionLog,
-    NullHeldBlocksSource,
     NullMetricsSink,
     NullOutputSink,
     NullReportSink,
@@ -245,8 +244,8 @@ def compose_checks(
         policy=policy,
         progress=progress,
         log=log,
-        published=published or NullHeldBlocksSource(),
-        cached=cache if follows_events else NullHeldBlocksSource(),
+        published=published,
+        cached=cache if follows_events else None,
     )
     pools = PoolStatsObserver(pools=(pool,), page_size=cache.page_size)
     return PoolChecks(
