@@ -29,7 +29,12 @@ from griffe import (
     Parameters,
 )
 
-STRUCT_BASES = {"msgspec.Struct", "pydantic.BaseModel", "typing.NamedTuple"}
+STRUCT_BASES = {
+    "msgspec.Struct",
+    "pydantic.BaseModel",
+    "typing.NamedTuple",
+    "scheduler_components.kv_events.config.JsonSettings",  # of another package than its subclasses
+}
 ATTRS = {"attrs.frozen", "attrs.define"}
 FIELDS = {"attrs.field", "msgspec.field", "pydantic.Field"}
 

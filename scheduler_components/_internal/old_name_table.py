@@ -67,6 +67,7 @@ OLD_NAMES = {
     "scheduler_components.sessions": "scheduler_components.waiting.sessions",
     "scheduler_components.shm_board": "scheduler_components.metrics.shm_board",
     "scheduler_components.simulation": "scheduler_engine.simulation",
+    "scheduler_components.simulation.VirtualClock": "scheduler_components.testing.VirtualClock",
     "scheduler_components.step_agreement": "scheduler_components.agreement.step_agreement",
     "scheduler_components.sync_input_relay": "scheduler_components.receiving.sync_input_relay",
     "scheduler_components.testing.FakeClock": "scheduler_components.testing.VirtualClock",

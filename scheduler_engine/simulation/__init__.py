@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._internal.lazy import lazy_exports
-from scheduler_components._internal.virtual_clock import EventHeap, VirtualClock
+from scheduler_components._internal.virtual_clock import EventHeap
 from scheduler_engine.simulation.simulated_model import CostModel, SimulatedModel
 from scheduler_engine.simulation.trace import (
     ARRIVAL_QUANTUM_S,
@@ -69,7 +69,6 @@ __all__ = [
     "TierConfig",
     "TimelinePoint",
     "TraceRequest",
-    "VirtualClock",
     "WallTime",
     "check_trace",
     "encode_report",
