@@ -29,12 +29,8 @@ from griffe import (
     Parameters,
 )
 
-STRUCT_BASES = {
-    "msgspec.Struct",
-    "pydantic.BaseModel",
-    "typing.NamedTuple",
-    "scheduler_components.kv_events.config.JsonSettings",  # of another package than its subclasses
-}
+MODEL_BASES = {"pydantic.BaseModel", "scheduler_components.kv_events.config.JsonSettings"}
+STRUCT_BASES = {"msgspec.Struct", "typing.NamedTuple", *MODEL_BASES}
 ATTRS = {"attrs.frozen", "attrs.define"}
 FIELDS = {"attrs.field", "msgspec.field", "pydantic.Field"}
 
@@ -76,7 +72,7 @@ def _is_record(cls: Class) -> bool:
 
 def _is_model(cls: Class) -> bool:
     """Return whether the constructor takes the fields even if the class defines ``__init__``."""
-    return "pydantic.BaseModel" in _base_paths(cls)
+    return bool(MODEL_BASES & _base_paths(cls))
 
 
 def _is_struct(cls: Class) -> bool:
