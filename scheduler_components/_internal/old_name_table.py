@@ -112,8 +112,8 @@ REMOVED_NAMES = {
     "scheduler_components.ports.NullPageHook": "give no page_hook (None)",
     "scheduler_components.ports.NullRateSource": "give no rates (None)",
     "scheduler_components.request_deadlines.ExpiredRequest": "RequestDeadlines.pop_expired returns tuples of request, reason and problem",
-    "scheduler_components.request_kv_cache.NullRequestNamespaces": "RequestKvCache.namespace_of reads lora_id, hints.lora and session_id of the request",
-    "scheduler_components.request_kv_cache.RequestNamespaces": "RequestKvCache.namespace_of reads lora_id, hints.lora and session_id of the request",
+    "scheduler_components.request_kv_cache.NullRequestNamespaces": "give RequestKvCache(namespaces=...) a function, such as Request.namespace_in",
+    "scheduler_components.request_kv_cache.RequestNamespaces": "give RequestKvCache(namespaces=...) a function, such as Request.namespace_in",
     "scheduler_components.tier_prefetcher.TierPrefetcher": "RequestKvCache(cache=..., tiers=...) fetches from the tiers below the device",
     "scheduler_components.watchdog.StallSink": "pass a function of the StallReport as the watchdog's sink",
 }

@@ -185,7 +185,9 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
             problem = f"is more than the {self.cache.capacity_tokens} tokens of the pool"
             raise ConfigError("max_model_len", self.max_model_len, problem, "give a smaller one, or more blocks")
         self.counters = SchedulerCounters()
-        self.kv_cache = RequestKvCache(cache=self.cache, counters=self.counters)
+        self.kv_cache = RequestKvCache(
+            cache=self.cache, counters=self.counters, on_cached_prompt=VllmRequest.record_cached_prompt
+        )
         self.gate = PauseGate()
         self.batcher: Batcher[VllmRequest] = compose_batcher(
             self.kv_cache,

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from scheduler_components.batch_result_processor import StopConditions
+from scheduler_components.cache import PrefixNamespace
 from scheduler_components.values import CachedTokens, FinishReason, RequestHints, RequestState, RequestTimeouts
 
 __all__ = ["OutputLength", "Request", "SchedulingState"]
@@ -130,6 +131,21 @@ class Request(SchedulingState[Node]):
         self.lora_id: int | None = None
         self.num_cached_prompt_tokens = 0
         self.cached_prompt = _NOT_CACHED
+
+    def namespace_in(self, base: PrefixNamespace) -> PrefixNamespace:
+        """Return what identifies a prefix together with its tokens: KV of different adapters is never shared.
+
+        Args:
+            base: depends on the weights; its parts are kept.
+        """
+        if self.lora_id is None and self.session_id is None:
+            return base
+        return msgspec.structs.replace(
+            base,
+            lora_id=self.lora_id,
+            lora_name=None if self.lora_id is None else self.hints.lora,
+            session_id=self.session_id,
+        )
 
     def record_cached_prompt(self, cached: CachedTokens) -> None:
         """Keep on which tiers its cached tokens were found."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-import msgspec
-
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.ports import AllocationSink, DecisionSink, NullAllocationSink, NullDecisionLog
-from scheduler_components.values import CachedTokens, FinishReason, RequestHints, SchedulerCounters
+from scheduler_components.values import CachedTokens, FinishReason, SchedulerCounters
 
 if TYPE_CHECKING:
     from scheduler_components.hicache import HiRadixCache
@@ -115,10 +113,7 @@ class PrefixCache(Protocol[Node]):
 
 
 class KvRequest(Protocol[Node]):
-    """What is stored of a request, as ``RequestKvCache`` reads and writes it. ``Request`` describes the members.
-
-    They are many because the identity of KV depends on the tokens, the adapter and the session of a request.
-    """
+    """What is stored of a request, as ``RequestKvCache`` reads and writes it. ``Request`` describes the members."""
 
     pages: list[int]
     num_cached_pages: int
@@ -143,18 +138,13 @@ class KvRequest(Protocol[Node]):
     @property
     def finish_reason(self) -> FinishReason | None: ...
 
-    @property
-    def hints(self) -> RequestHints: ...
 
-    @property
-    def lora_id(self) -> int | None: ...
+def _same_weights(request: object, base: PrefixNamespace) -> PrefixNamespace:  # of a request without an adapter
+    return base
 
-    @property
-    def session_id(self) -> str | None: ...
 
-    def record_cached_prompt(self, cached: CachedTokens) -> None:
-        """Keep on which tiers its cached tokens were found, at its admission without an earlier preemption."""
-        ...
+def _ignore(request: object, cached: CachedTokens) -> None:
+    pass
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,6 +165,10 @@ class RequestKvCache(Generic[Node]):
         allocation_log: records which request allocates and frees which pages.
         decisions: where it notes how much of a request was cached.
         namespace: identifies a prefix together with its tokens; it depends on the weights that compute the KV.
+        namespaces: returns the namespace of a request from ``namespace``: it adds the adapter and the session, such as
+            ``Request.namespace_in``. By default all requests compute with the same weights.
+        on_cached_prompt: gets a request and on which tiers its cached tokens were found, at its admission without an
+            earlier preemption, such as ``Request.record_cached_prompt``.
     """
 
     cache: PrefixCache[Node]
@@ -183,20 +177,12 @@ class RequestKvCache(Generic[Node]):
     allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
     decisions: DecisionSink = field(default_factory=NullDecisionLog)
     namespace: PrefixNamespace = DEFAULT_NAMESPACE
+    namespaces: Callable[..., PrefixNamespace] = _same_weights
+    on_cached_prompt: Callable[..., None] = _ignore
 
     def namespace_of(self, request: KvRequest[Node]) -> PrefixNamespace:
-        """Return what identifies a prefix of this request together with its tokens: weights, adapter and session.
-
-        KV of different adapters is never shared; KV of sessions is.
-        """
-        if request.lora_id is None and request.session_id is None:
-            return self.namespace
-        return msgspec.structs.replace(
-            self.namespace,
-            lora_id=request.lora_id,
-            lora_name=None if request.lora_id is None else request.hints.lora,
-            session_id=request.session_id,
-        )
+        """Return what identifies a prefix of this request together with its tokens."""
+        return self.namespaces(request, self.namespace)
 
     @property
     def page_size(self) -> int:
@@ -260,7 +246,7 @@ class RequestKvCache(Generic[Node]):
             cached = self.tiers.prefetch_queue.record_admission(
                 request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
             )
-        request.record_cached_prompt(cached)
+        self.on_cached_prompt(request, cached)
 
     def on_preempted(self, request: KvRequest[Node]) -> None:
         """Copy the full pages of a preempted request to the host, so that they need not be computed again."""

@@ -335,7 +335,9 @@ class SimulatedScheduler:
     __slots__ = ("batcher", "kv_cache", "num_served")
 
     def __init__(self, cache: HiRadixCache, decisions: DecisionLog) -> None:
-        self.kv_cache = RequestKvCache[RadixNode](cache=cache, tiers=cache, decisions=decisions)
+        self.kv_cache = RequestKvCache[RadixNode](
+            cache=cache, tiers=cache, decisions=decisions, on_cached_prompt=Request.record_cached_prompt
+        )
         self.batcher: Batcher[Request[RadixNode]] = compose_batcher(
             self.kv_cache, BatchLimits(max_running_requests=4), decisions=decisions
         )

@@ -283,7 +283,9 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         cache = tiers.cache
         cache.record_decisions(decisions)
         lower = None if isinstance(cache, RadixCache) else cache
-        kv_cache = RequestKvCache[RadixNode](cache=cache, tiers=lower, decisions=decisions)
+        kv_cache = RequestKvCache[RadixNode](
+            cache=cache, tiers=lower, decisions=decisions, on_cached_prompt=SimulatedRequest.record_cached_prompt
+        )
         rates, work = RateMeter(clock=clock), WorkCounters()
         observer = _RequestClock(clock=clock, counts=counts, rates=rates)
         chunk_sizer = DynamicChunkSizer(page_size=config.page_size)

@@ -62,7 +62,12 @@ class Bench:
 def bench() -> Bench:
     tiers, queues = RecordingTiers(), RequestQueues[SimulatedRequest](max_running_requests=4)
     cache = RadixCache(page_size=4, capacity_tokens=64)
-    kv_cache = RequestKvCache[RadixNode](cache=cache, tiers=tiers, namespace=OURS)  # type: ignore[arg-type]
+    kv_cache = RequestKvCache[RadixNode](
+        cache=cache,
+        tiers=tiers,  # type: ignore[arg-type]
+        namespace=OURS,
+        on_cached_prompt=SimulatedRequest.record_cached_prompt,
+    )
     return Bench(tiers=tiers, queues=queues, kv_cache=kv_cache)
 
 

@@ -14,7 +14,8 @@ from hashlib import blake2b
 from typing import Literal, TypeAlias
 
 from scheduler_components._internal.virtual_clock import nanoseconds
-from scheduler_engine.simulation import EventHeap, VirtualClock
+from scheduler_components.testing import VirtualClock
+from scheduler_engine.simulation import EventHeap
 
 _NUM_LAST_EVENTS = 24
 """Lines of history that a violation shows."""

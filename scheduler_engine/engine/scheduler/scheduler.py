@@ -475,6 +475,8 @@ class _Composer:
             counters=metrics.counters,
             allocation_log=NullAllocationSink() if log is None else log,
             decisions=self.decisions,
+            namespaces=Request.namespace_in,
+            on_cached_prompt=Request.record_cached_prompt,
         )
         waiting = self._waiting(kv_cache, conditions, metrics)
         batcher = waiting.batcher

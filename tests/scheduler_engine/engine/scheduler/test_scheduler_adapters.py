@@ -30,7 +30,8 @@ def a_request(rid: str, lora_id: int | None = None, session_id: str | None = Non
 
 
 def kv_cache(namespace: PrefixNamespace) -> RequestKvCache[RadixNode]:
-    return RequestKvCache(cache=RadixCache(page_size=4, capacity_tokens=64), namespace=namespace)
+    cache = RadixCache(page_size=4, capacity_tokens=64)
+    return RequestKvCache(cache=cache, namespace=namespace, namespaces=Request.namespace_in)
 
 
 def test_a_request_of_the_base_model_has_the_namespace_of_the_weights() -> None:
