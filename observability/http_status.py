@@ -228,22 +228,28 @@ class _StatusRoutes:
         return HTMLResponse(text, headers={"content-security-policy": PAGE_POLICY, "cache-control": "no-store"})
 
     async def health(self, _: Request) -> Response:
+        """Liveness: 503 if a rank has failed or is silent."""
         return _answer_unless(self.source.health_problem(), "ok", "unhealthy")
 
     async def ready(self, _: Request) -> Response:
+        """Readiness: 503 while the engine takes no requests."""
         return _answer_unless(self.not_ready(), "ready", "not ready")
 
     async def server_info(self, _: Request) -> Response:
+        """Configuration, state and event streams of the engine."""
         return JSONResponse(dict(self.source.server_info()))
 
     async def model_info(self, _: Request) -> Response:
+        """The served model."""
         return JSONResponse(dict(self.source.model_info()))
 
     async def models(self, _: Request) -> Response:
+        """List the served model and its adapters."""
         cards = _model_cards(self.source.model_info(), self.created_s)
         return JSONResponse({"object": "list", "data": list(cards)})
 
     async def model(self, request: Request) -> Response:
+        """Describe one model."""
         served, *adapters = _model_cards(self.source.model_info(), self.created_s)
         wanted = request.path_params["model"]
         for card in (served, *adapters):
@@ -253,6 +259,7 @@ class _StatusRoutes:
         return error_response(404, message, param="model")
 
     async def loads(self, request: Request) -> Response:
+        """The newest load of each DP rank."""
         snapshots = self.source.load_snapshots()
         try:
             return JSONResponse(_load_report(snapshots, request, self.clock()))
@@ -260,6 +267,7 @@ class _StatusRoutes:
             return error_response(400, str(error), param=error.field)
 
     async def metrics(self, request: Request) -> Response:
+        """Metrics for Prometheus."""
         accept = ", ".join(request.headers.getlist("accept"))
         page, content_type = await run_in_threadpool(render_metrics, self.registry, accept)
         return Response(page, headers={"content-type": content_type, "vary": "accept"})

@@ -142,7 +142,7 @@ def read_generate_body(reader: BodyReader[GenerateBody], text: bytes | bytearray
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GenerateEndpoint:
-    """Generate outputs for a prompt in SGLang's form. A disconnect of the client aborts its request.
+    """Generate outputs for a prompt. A disconnect of the client aborts its request.
 
     Attributes:
         text: dispatches the requests.

@@ -245,7 +245,7 @@ async def _open_streams(text: TextFrontend, job: _Job, stack: AsyncExitStack) ->
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class OpenAiEndpoint:
-    """The ASGI application of ``/v1/completions`` or ``/v1/chat/completions``.
+    """Generate the outputs of a completion or a chat in OpenAI's form.
 
     Attributes:
         reader: decodes the bodies of its route.
