@@ -25,7 +25,7 @@ from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.zmq_sync import open_zmq_sync_hub
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "agreement"
@@ -148,7 +148,7 @@ def make_scheduler(groups: ParallelGroups, num_steps: int) -> Scheduler:
     )
     limits = SamplingLimits(max_new_tokens=num_steps + _WARM_UP_STEPS + 50, ignore_eos=True)
     for number in range(NUM_RUNNING):
-        scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
+        scheduler.submit(EngineRequest(f"r{number}", range(100 * number, 100 * number + 100), limits))
     for _ in range(_WARM_UP_STEPS):
         scheduler.step()
     return scheduler

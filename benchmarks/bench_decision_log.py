@@ -20,7 +20,7 @@ from scheduler_components.testing.in_process_groups import InProcessGroups, agre
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "decision_log"
@@ -112,7 +112,7 @@ def _scheduler(scale: Scale, decisions: DecisionLog | NullDecisionLog) -> Schedu
     )
     limits = SamplingLimits(max_new_tokens=(scale.turns + 1) * _STEPS_PER_TURN + 50, ignore_eos=True)
     for number in range(_RUNNING):
-        scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
+        scheduler.submit(EngineRequest(f"r{number}", range(100 * number, 100 * number + 100), limits))
     for _ in range(20):
         scheduler.step()
     return scheduler

@@ -28,7 +28,7 @@ from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.messages import RankCommand, SubmitRequest, encode, pack_tokens
 from scheduler_engine.engine.rank.loop import CommandDecoder
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "intake"
@@ -92,7 +92,7 @@ def _scheduler(scale: Scale) -> Iterator[Scheduler]:
     )
     limits = SamplingLimits(max_new_tokens=4 * (scale.turns + 1) * _STEPS_PER_TURN + 50, ignore_eos=True)
     for number in range(_RUNNING):
-        scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
+        scheduler.submit(EngineRequest(f"r{number}", range(100 * number, 100 * number + 100), limits))
     for _ in range(20):
         scheduler.step()
     yield scheduler

@@ -83,10 +83,10 @@ class _Bench:
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> None:
         from scheduler_engine.device.sampling import SamplingLimits
-        from scheduler_engine.engine.scheduler.request import Request
+        from scheduler_engine.engine.scheduler.request import EngineRequest
 
         self._num_requests += 1
-        self.scheduler.submit(Request(f"r{self._num_requests}", prompt, SamplingLimits(max_new_tokens)))
+        self.scheduler.submit(EngineRequest(f"r{self._num_requests}", prompt, SamplingLimits(max_new_tokens)))
 
     def serve(self, prompts: Sequence[Sequence[int]]) -> float:
         """Return the seconds from the first prompt to the last token."""

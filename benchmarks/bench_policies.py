@@ -37,7 +37,7 @@ from scheduler_components.waiting.thread_adapter_loader import open_thread_adapt
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 NAME = "policies"
@@ -190,7 +190,7 @@ class SteadyScheduler:
             lora=_adapter_name(number % self._num_adapters) if self._num_adapters else None,
         )
         limits = SamplingLimits(max_new_tokens=num_output_tokens, ignore_eos=True)
-        self._scheduler.submit(Request(f"r{number}", tokens, limits, hints=hints))
+        self._scheduler.submit(EngineRequest(f"r{number}", tokens, limits, hints=hints))
 
 
 class Peer(Protocol):

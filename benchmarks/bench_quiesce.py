@@ -19,7 +19,7 @@ from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "quiesce"
@@ -74,7 +74,7 @@ def _scheduler(scale: Scale, num_timed: int) -> Iterator[tuple[Scheduler, Quiesc
     )
     limits = SamplingLimits(max_new_tokens=num_timed * (scale.turns + 1) * _STEPS_PER_TURN + 50, ignore_eos=True)
     for number in range(_RUNNING):
-        scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
+        scheduler.submit(EngineRequest(f"r{number}", range(100 * number, 100 * number + 100), limits))
     for _ in range(20):
         scheduler.step()
     yield scheduler, make_quiesce_stepper(scheduler, state, groups=ParallelGroups())

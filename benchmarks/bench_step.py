@@ -25,7 +25,7 @@ from scheduler_components.ports import MetricsSink, NullMetricsSink
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import IntegrityConfig, SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 NAME = "step"
@@ -70,7 +70,7 @@ def running_scheduler(
     limits = SamplingLimits(max_new_tokens=500, ignore_eos=True)
     for number in range(num_running):
         first = number * _TOKENS_EACH
-        scheduler.submit(Request(f"r{number}", range(first, first + _TOKENS_EACH), limits))
+        scheduler.submit(EngineRequest(f"r{number}", range(first, first + _TOKENS_EACH), limits))
     try:
         for _ in range(_STEPS_BEFORE):
             scheduler.step()

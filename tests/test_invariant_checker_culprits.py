@@ -19,7 +19,7 @@ from scheduler_components.values import AllocationAction
 from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import IntegrityConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NUM_REQUESTS = 24
@@ -39,7 +39,7 @@ def first_report(scheduler: Scheduler, seed: int) -> PoolReport | None:
     for number in range(NUM_REQUESTS):
         prompt = [(number % 3 + place) % 3 for place in range(rng.randint(3, 19))]
         limits = SamplingLimits(max_new_tokens=rng.randint(1, 20), ignore_eos=True)
-        scheduler.submit(Request(f"r{number}", prompt, limits))
+        scheduler.submit(EngineRequest(f"r{number}", prompt, limits))
         if rng.random() < 0.1:
             scheduler.abort(f"r{rng.randrange(number + 1)}")
         scheduler.step()
@@ -99,7 +99,7 @@ def test_the_culprit_is_named_behind_a_long_history(loss: Loss) -> None:
 
 def test_a_lost_page_without_an_unpaired_entry_has_an_unknown_culprit() -> None:
     scheduler, pages = leaky_scheduler("page", ["r3"])
-    scheduler.submit(Request("r0", [0, 1], SamplingLimits(max_new_tokens=2, ignore_eos=True)))
+    scheduler.submit(EngineRequest("r0", [0, 1], SamplingLimits(max_new_tokens=2, ignore_eos=True)))
     for _ in scheduler.drain():
         pass
     pool = checker_of(scheduler).pools[0]

@@ -15,7 +15,7 @@ from scheduler_components.values import PoolCount
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import IntegrityConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
@@ -27,7 +27,7 @@ def test_a_lost_lock_is_found_while_requests_run() -> None:
     pages = LeakyPages.put_into(scheduler, "lock", "short")
     for rid, max_new_tokens in (("short", 2), ("long", 300)):
         limits = SamplingLimits(max_new_tokens=max_new_tokens, ignore_eos=True)
-        scheduler.submit(Request(rid, [1, 2, 3, 4, 5, 6], limits))
+        scheduler.submit(EngineRequest(rid, [1, 2, 3, 4, 5, 6], limits))
     checker, lost_at = checker_of(scheduler), 0
     for result in scheduler.drain():
         lost_at = lost_at or (result.step if pages.lost else 0)
@@ -55,7 +55,7 @@ def test_locks_that_are_released_require_no_full_check() -> None:
     num_before = checker.stats().censuses
     for number in range(8):
         limits = SamplingLimits(max_new_tokens=4, ignore_eos=True)
-        scheduler.submit(Request(f"r{number}", [1, 2, 3, 4, 5, number], limits))
+        scheduler.submit(EngineRequest(f"r{number}", [1, 2, 3, 4, 5, number], limits))
         scheduler.step()
     for _ in scheduler.drain():
         pass

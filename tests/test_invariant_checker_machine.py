@@ -32,7 +32,7 @@ from scheduler_engine.device.hicache_sim import SimulatedHostPages
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import IntegrityConfig
 from scheduler_engine.engine.rank.hicache_tiers import HiCacheTiers
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 RAISE = CheckPolicy(action="raise", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 
@@ -120,7 +120,7 @@ class SoundSchedulerMachine(RuleBasedStateMachine):
         new = min(max_new, self.room)
         for prompt in prompts:
             limits = SamplingLimits(max_new_tokens=new, ignore_eos=True)
-            self.scheduler.submit(Request(f"r{self.num_requests}", prompt[: self.room - new + 1], limits))
+            self.scheduler.submit(EngineRequest(f"r{self.num_requests}", prompt[: self.room - new + 1], limits))
             self.num_requests += 1
 
     @rule(place=st.integers(0, 7))
@@ -172,7 +172,7 @@ def test_copies_between_tiers_are_counted_as_such() -> None:
     pool, num_in_transfer, num_locked_by_copies = checker_of(scheduler).pools[0], 0, 0
     for number in range(30):
         prompt = [number % 3] * 12
-        scheduler.submit(Request(f"r{number}", prompt, SamplingLimits(max_new_tokens=2, ignore_eos=True)))
+        scheduler.submit(EngineRequest(f"r{number}", prompt, SamplingLimits(max_new_tokens=2, ignore_eos=True)))
         for _ in scheduler.drain():
             copies = [each for each in pool.holdings() if each.kind == "transfer"]
             num_in_transfer += pool.count().in_transfer

@@ -26,7 +26,7 @@ from scheduler_components.values import AllocationRecord, FinishReason, PageHold
 from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
 from scheduler_engine.engine.config import IntegrityConfig
 from scheduler_engine.engine.scheduler.integrity import RequestSlotPool
-from scheduler_engine.engine.scheduler.request import Request, RequestState
+from scheduler_engine.engine.scheduler.request import EngineRequest, RequestState
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
@@ -106,7 +106,7 @@ class CountsAnsweringAlone(RequestQueues):
 class KeepsSlot(RequestQueues):
     """A request ends and its slot is still taken. Of no issue: what leaks besides pages."""
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
+    def finish(self, request: EngineRequest, reason: FinishReason) -> None:
         super().finish(request, reason)
         if reason is FinishReason.LENGTH:
             self.running.append(request)

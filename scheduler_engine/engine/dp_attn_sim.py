@@ -22,7 +22,7 @@ from scheduler_components.values import OutputBatch
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
 
 __all__ = ["Arrival", "DpSimConfig", "DpSimReport", "make_arrivals", "simulate_dp_attn"]
@@ -217,4 +217,4 @@ class _Replica:
             self.tokens.arrived_s[rid] = arrival.at_s
             first = number * 100_000  # no two prompts share a prefix
             limits = SamplingLimits(max_new_tokens=arrival.output_tokens, ignore_eos=True)
-            self.scheduler.submit(Request(rid, range(first, first + arrival.prompt_tokens), limits))
+            self.scheduler.submit(EngineRequest(rid, range(first, first + arrival.prompt_tokens), limits))

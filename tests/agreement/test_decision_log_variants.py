@@ -53,7 +53,7 @@ from scheduler_engine.device.hicache_sim import (
 )
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NUM_RANKS, BROKEN_RANK = 3, 1
@@ -268,7 +268,7 @@ class Replica:
             limits = SamplingLimits(max_new_tokens=self.random.randint(1, self.max_tokens - length))
             self.num_submitted += 1
             for scheduler in self.schedulers:
-                scheduler.submit(Request(f"r{self.num_submitted}", prompt, limits))
+                scheduler.submit(EngineRequest(f"r{self.num_submitted}", prompt, limits))
         if self.random.random() < 0.1:
             rid = f"r{self.random.randint(1, self.num_submitted + 1)}"
             for scheduler in self.schedulers:
@@ -552,7 +552,7 @@ def test_schedulers_stop_together_and_name_the_decision() -> None:
         if groups.rank == BROKEN_RANK:
             scheduler.batcher.__class__ = SCHEDULER_VARIANTS["times_out_by_its_clock"][0]
         for number in range(3):
-            scheduler.submit(Request(f"r{number}", [0] * 9, SamplingLimits(max_new_tokens=20)))
+            scheduler.submit(EngineRequest(f"r{number}", [0] * 9, SamplingLimits(max_new_tokens=20)))
         with pytest.raises(DecisionDivergenceError) as raised:
             for step in range(1, 9):
                 if groups.rank == BROKEN_RANK:

@@ -19,7 +19,7 @@ from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.device.torch_device import TorchDevice
 from scheduler_engine.device.torch_model import TESTED_MODEL_TYPES, inspect_model, load_model
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = [pytest.mark.model, pytest.mark.engines_only]
@@ -93,7 +93,7 @@ def test_a_tested_type_gives_the_tokens_of_generate(model_type: str, tmp_path: P
     judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     requests = []
     for number, prompt in enumerate(PROMPTS):
-        requests.append(Request(f"r{number}", prompt, SamplingLimits(6, ignore_eos=True)))
+        requests.append(EngineRequest(f"r{number}", prompt, SamplingLimits(6, ignore_eos=True)))
         scheduler.submit(requests[-1])
         scheduler.step()
     for _ in scheduler.drain():

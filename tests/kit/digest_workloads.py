@@ -8,7 +8,7 @@ from scheduler_components import ParallelState
 from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 _STEPS = 40
@@ -37,7 +37,7 @@ def digest_of(seed: int) -> tuple[int, int]:
             prompt = [0] * random.randint(0, length - 1)
             prompt += [random.randrange(3) for _ in range(length - len(prompt))]
             limits = SamplingLimits(max_new_tokens=random.randint(1, max(1, config.kv_tokens - length)))
-            scheduler.submit(Request(f"r{num_submitted}", prompt, limits))
+            scheduler.submit(EngineRequest(f"r{num_submitted}", prompt, limits))
             num_submitted += 1
         if random.random() < 0.1:
             scheduler.abort(f"r{random.randrange(num_submitted + 1)}")

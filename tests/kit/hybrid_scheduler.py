@@ -23,7 +23,7 @@ from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import IntegrityConfig, SchedulerConfig
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 WINDOW_PAGES = 2
@@ -60,7 +60,7 @@ class SideHolders:
     """The ``PageHolders`` of one side pool: running and waiting requests."""
 
     held: dict[str, Held]
-    queues: RequestQueues[Request]
+    queues: RequestQueues[EngineRequest]
 
     def count_held(self) -> HeldCount:
         return HeldCount(sum(len(each.pages) for each in self.held.values()))
@@ -89,46 +89,46 @@ class HybridPages:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: EngineRequest) -> None:
         self.base.start(request)
         self.match_length(request)
 
-    def match_length(self, request: Request) -> int:
+    def match_length(self, request: EngineRequest) -> int:
         num_tokens = self.base.match_length(request)
         if num_tokens and len(self.states) > 16:  # copied on the match, while the request waits
             self.take_state(request, "HybridPages.match_length")
         return num_tokens
 
-    def match(self, request: Request) -> None:
+    def match(self, request: EngineRequest) -> None:
         self.base.match(request)
         self.take_state(request, "HybridPages.attach")
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
+    def grow(self, request: EngineRequest, num_tokens: int) -> bool:
         before = len(request.pages)
         if not self.base.grow(request, num_tokens):
             return False
         self.slide(request, len(request.pages) - before)
         return True
 
-    def free(self, request: Request) -> None:
+    def free(self, request: EngineRequest) -> None:
         self.base.free(request)
         self.give_window(request)
         self.give_state(request)
 
     # what breaks
 
-    def take_state(self, request: Request, component: str) -> None:
+    def take_state(self, request: EngineRequest, component: str) -> None:
         if request.rid not in self.state_of:
             self.state_of[request.rid] = Held(self.states.take(1))
             self.allocation_log.record("allocated", "mamba", request.rid, component, self.state_of[request.rid].pages)
 
-    def give_state(self, request: Request) -> None:
+    def give_state(self, request: EngineRequest) -> None:
         held = self.state_of.pop(request.rid, None)
         if held is not None:
             self.states += held.pages
             self.allocation_log.record("freed", "mamba", request.rid, "HybridPages.give_state", held.pages)
 
-    def slide(self, request: Request, num_pages: int) -> None:
+    def slide(self, request: EngineRequest, num_pages: int) -> None:
         """Take a window page per new page; give back what slid out of the window."""
         taken = self.window.take(num_pages)
         held = self.window_of.setdefault(request.rid, Held())
@@ -137,11 +137,11 @@ class HybridPages:
         out, held.pages = held.pages[:-WINDOW_PAGES], held.pages[-WINDOW_PAGES:]
         self.give_out(request, out)
 
-    def give_out(self, request: Request, pages: list[int]) -> None:
+    def give_out(self, request: EngineRequest, pages: list[int]) -> None:
         self.window += pages
         self.allocation_log.record("freed", "swa", request.rid, "HybridPages.slide", pages)
 
-    def give_window(self, request: Request) -> None:
+    def give_window(self, request: EngineRequest) -> None:
         held = self.window_of.pop(request.rid, None)
         if held is not None:
             self.window += held.pages
@@ -185,9 +185,9 @@ def kv_pool_of(scheduler: Scheduler) -> PagePool:
     return pool.cache.pool
 
 
-def request(number: int, num_prompt: int, max_new: int) -> Request:
+def request(number: int, num_prompt: int, max_new: int) -> EngineRequest:
     prompt = [(number % 3 + place) % 3 for place in range(num_prompt)]
-    return Request(f"r{number}", prompt, SamplingLimits(max_new_tokens=max_new, ignore_eos=True))
+    return EngineRequest(f"r{number}", prompt, SamplingLimits(max_new_tokens=max_new, ignore_eos=True))
 
 
 def serve(scheduler: Scheduler, num_requests: int = 60) -> PoolReport | None:
@@ -210,7 +210,7 @@ class LosesWindowPages(HybridPages):
     """#36081: the sliding window's pool lacks 256 tokens, full attention's none: what slides out of the window of a
     request that was retracted once is not given back."""
 
-    def give_out(self, request: Request, pages: list[int]) -> None:
+    def give_out(self, request: EngineRequest, pages: list[int]) -> None:
         if not request.num_retractions:
             super().give_out(request, pages)
 
@@ -218,7 +218,7 @@ class LosesWindowPages(HybridPages):
 class KeepsStateOfAborted(HybridPages):
     """#20010: a state is taken when a waiting request is matched; its abort takes the request out and not the state."""
 
-    def give_state(self, request: Request) -> None:
+    def give_state(self, request: EngineRequest) -> None:
         if self.progress.phase == "abort" and not request.num_computed_tokens:
             self.state_of.pop(request.rid, None)
         else:

@@ -52,7 +52,7 @@ from scheduler_engine.device.sampling import SamplingLimits, SamplingParams
 from scheduler_engine.device.torch_device import TorchDevice
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.hicache_tiers import HiCacheTiers, TierLayerDoneCounter
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 PAGE_SIZE = 4
@@ -267,7 +267,7 @@ class ModelBench:
         judge: GreedyTextVerifier,
         *,
         tiers: Tiers | None = None,
-        lora: LoraQueue[Request] | None = None,
+        lora: LoraQueue[EngineRequest] | None = None,
         **sizes: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -292,7 +292,7 @@ class ModelBench:
             device="cpu",
         )
         self.view = LedgerSink(PAGE_SIZE)
-        self.requests: list[Request] = []
+        self.requests: list[EngineRequest] = []
         self.num_chunks = 0
         self.ties: dict[tuple[str, int], NearTie] = {}  # tokens that the arithmetic cannot tell apart
         opened = None if tiers is None else open_tiers(self.pool, tiers)
@@ -313,14 +313,14 @@ class ModelBench:
         *,
         stop: Tokens = (),
         sampling: SamplingParams | None = None,
-    ) -> Request:
+    ) -> EngineRequest:
         limits = SamplingLimits(max_new_tokens=max_new_tokens, stop_token_ids=stop)
-        request = Request(f"r{len(self.requests)}", prompt, limits, sampling=sampling or SamplingParams())
+        request = EngineRequest(f"r{len(self.requests)}", prompt, limits, sampling=sampling or SamplingParams())
         self.scheduler.submit(request)
         self.requests.append(request)
         return request
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: EngineRequest) -> None:
         self.scheduler.abort(request.rid)
 
     def step(self) -> None:
@@ -340,7 +340,7 @@ class ModelBench:
             bound -= 1
             assert bound, "the scheduler does not come to an end"
 
-    def run(self, *prompts: Sequence[int], max_new_tokens: int = 6) -> list[Request]:
+    def run(self, *prompts: Sequence[int], max_new_tokens: int = 6) -> list[EngineRequest]:
         """Serve some prompts together, and judge all that was served so far."""
         requests = [self.submit(prompt, max_new_tokens) for prompt in prompts]
         self.drain()

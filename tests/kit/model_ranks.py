@@ -22,7 +22,7 @@ from scheduler_engine.device.torch_model_parallel import (
 )
 from scheduler_engine.device.torch_tensor_parallel import shard_model
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 PAGE_SIZE, NUM_PAGES = 4, 96
@@ -54,9 +54,9 @@ class ModelRank:
             TorchDevice(model=self.model, pool=self.pool, context=self.context),
         )
 
-    def serve(self, prompts: list[list[int]], *, num_new: int = 8) -> list[Request]:
+    def serve(self, prompts: list[list[int]], *, num_new: int = 8) -> list[EngineRequest]:
         limits = SamplingLimits(max_new_tokens=num_new)
-        requests = [Request(f"r{number}", prompt, limits) for number, prompt in enumerate(prompts)]
+        requests = [EngineRequest(f"r{number}", prompt, limits) for number, prompt in enumerate(prompts)]
         for request in requests:
             self.scheduler.submit(request)
         for _ in self.scheduler.drain():

@@ -14,13 +14,13 @@ from scheduler_engine.device.device import DeviceOutput, DeviceRequest, Schedule
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 PAGE_SIZE = 4
 
 
-def drain(scheduler: Scheduler, *requests: Request) -> None:
+def drain(scheduler: Scheduler, *requests: EngineRequest) -> None:
     """Submit requests, and step until nothing is left to do."""
     for request in requests:
         scheduler.submit(request)
@@ -44,7 +44,7 @@ class DrivenScheduler:
 
     def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
         self.scheduler.submit(
-            Request(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens, ignore_eos=self.ignore_eos))
+            EngineRequest(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens, ignore_eos=self.ignore_eos))
         )
 
     def abort(self, rid: str) -> object:

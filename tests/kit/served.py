@@ -24,7 +24,7 @@ from scheduler_engine.engine.messages import (
     encode_outputs,
     unpack_tokens,
 )
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_engine.frontend.frontend import Frontend
@@ -70,7 +70,7 @@ class ServedReplica:
     def _submit(self, command: SubmitRequest) -> None:
         tokens = unpack_tokens(command.input_ids)
         interval, sampling = command.stream_interval, command.sampling
-        request = Request(command.rid, tokens, command.limits, sampling=sampling, stream_interval=interval)
+        request = EngineRequest(command.rid, tokens, command.limits, sampling=sampling, stream_interval=interval)
         try:
             self.scheduler.submit(request)
         except ConfigError as error:

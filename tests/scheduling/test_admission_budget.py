@@ -18,15 +18,15 @@ from scheduler_components.scheduling.admission_budget import (
 )
 from scheduler_components.scheduling.request_kv_cache import pages_for
 from scheduler_engine.device.sampling import SamplingLimits
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 checked = settings(deadline=None, max_examples=num_examples(8))
 
 sizes = st.integers(1, 40)
 
 
-def a_request(num_prompt: int, num_output: int, max_new: int) -> Request:
-    request = Request("r", range(num_prompt), SamplingLimits(max_new_tokens=max_new))
+def a_request(num_prompt: int, num_output: int, max_new: int) -> EngineRequest:
+    request = EngineRequest("r", range(num_prompt), SamplingLimits(max_new_tokens=max_new))
     request.token_ids.extend(range(num_output))
     return request
 

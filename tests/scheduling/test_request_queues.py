@@ -5,12 +5,12 @@ from __future__ import annotations
 from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.values import FinishReason
 from scheduler_engine.device.sampling import SamplingLimits
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 
 def test_requests_keep_their_order_and_prefill_tokens_are_counted_while_they_run() -> None:
     queues = RequestQueues(max_running_requests=4)
-    first, second = (Request(rid, tuple(range(5)), SamplingLimits(max_new_tokens=2)) for rid in "ab")
+    first, second = (EngineRequest(rid, tuple(range(5)), SamplingLimits(max_new_tokens=2)) for rid in "ab")
     for request in (first, second):
         queues.add(request)
     for request in (first, second):
@@ -31,8 +31,8 @@ def test_requests_keep_their_order_and_prefill_tokens_are_counted_while_they_run
 
 
 def test_running_requests_are_in_order_of_arrival_whatever_the_order_of_admission() -> None:
-    queues = RequestQueues[Request](max_running_requests=4)
-    requests = [Request(rid, (1,)) for rid in "abcd"]
+    queues = RequestQueues[EngineRequest](max_running_requests=4)
+    requests = [EngineRequest(rid, (1,)) for rid in "abcd"]
     for request in requests:
         queues.add(request)
     for index in (2, 0, 3, 1):

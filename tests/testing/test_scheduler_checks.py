@@ -20,7 +20,7 @@ from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.strategies import workloads
 from scheduler_components.values import FinishReason, OutputBatch, OutputDelta, TokenOutput
 from scheduler_engine.device.sampling import SamplingLimits
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 
 @pytest.mark.parametrize("check", checks.SCHEDULER_CHECKS)
@@ -150,7 +150,7 @@ class BrokenResults(BatchResultProcessor):
         return super().abort(request, reason)
 
 
-class SwappingRequest(Request):
+class SwappingRequest(EngineRequest):
     __slots__ = ()
 
     def output_since(self, start):

@@ -10,12 +10,12 @@ from scheduler_components.waiting.grammar_queue import GrammarQueue
 from scheduler_components.waiting.thread_grammar_compiler import ThreadGrammarCompiler
 from scheduler_engine.device.model_spec import TokenSpec
 from scheduler_engine.engine.config import GrammarConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 
 def open_grammar_queue(
     config: GrammarConfig, tokens: TokenSpec, tokenizer: Path, decisions: DecisionSink
-) -> GrammarQueue[Request]:
+) -> GrammarQueue[EngineRequest]:
     """Open the queue of requests with a grammar. The first of them starts the thread, which reads the tokenizer.
 
     Args:
@@ -34,7 +34,7 @@ def open_grammar_queue(
         )
 
     compiler = ThreadGrammarCompiler(open_backend=open_backend, max_cached=config.max_cached)
-    waits = AgreedQueue[Request](
+    waits = AgreedQueue[EngineRequest](
         name="grammar", max_wait_s=config.timeout_s, max_waiting=config.max_waiting, decisions=decisions
     )
     return GrammarQueue(compiler=compiler, queue=waits)

@@ -60,7 +60,7 @@ from scheduler_engine.engine.messages import (
 from scheduler_engine.engine.rank.frontend_sinks import ZmqReportSender
 from scheduler_engine.engine.rank.heartbeat import HeartbeatSender
 from scheduler_engine.engine.rank.rpc_handler import RpcHandler
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.request_limits import fitting_limits
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
@@ -170,7 +170,7 @@ class RankWorker:
         try:
             if session is not None:
                 tokens = self.scheduler.sessions.extend(session, tokens)
-            request = Request(
+            request = EngineRequest(
                 command.rid,
                 tokens,
                 fitting_limits(self.scheduler.settings.config, len(tokens), command.limits),

@@ -61,7 +61,7 @@ from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepp
 from scheduler_engine.engine.rank.rpc_handler import ProfiledDevice, RpcHandler
 from scheduler_engine.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_engine.engine.zmq_sockets import bind_pull, connect_push
 
@@ -161,7 +161,9 @@ def _open_load_publisher(
     return publisher
 
 
-def _open_grammars(config: RankConfig, decisions: DecisionSink, opened: ExitStack) -> tuple[GrammarQueue[Request], ...]:
+def _open_grammars(
+    config: RankConfig, decisions: DecisionSink, opened: ExitStack
+) -> tuple[GrammarQueue[EngineRequest], ...]:
     """Open the queue of requests with a grammar; none if the configuration refuses them."""
     scheduler = config.engine.scheduler
     if scheduler.grammar is None:
@@ -184,14 +186,14 @@ def _decision_log(config: RankConfig, groups: ParallelGroups) -> DecisionLog | N
 
 def _open_lora(
     config: RankConfig, compute: RankCompute, decisions: DecisionSink, opened: ExitStack
-) -> LoraQueue[Request] | None:
+) -> LoraQueue[EngineRequest] | None:
     """Open the adapters of the configuration. Return None without any: the scheduler then refuses them."""
     lora = config.engine.scheduler.lora
     if lora is None:
         return None
     loader = open_thread_adapter_loader(compute.adapters)
     opened.callback(loader.close)
-    queue = LoraQueue[Request](loader=loader, limits=lora.limits, decisions=decisions)
+    queue = LoraQueue[EngineRequest](loader=loader, limits=lora.limits, decisions=decisions)
     for each in lora.adapters:
         queue.register(each.name, each.path, is_pinned=each.pinned)
     return queue

@@ -13,7 +13,7 @@ from scheduler_components.batcher import Batcher
 from scheduler_components.internal_state import StateValue
 from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 __all__ = ["BatcherSettings", "make_ratio_tracker"]
 
@@ -45,7 +45,7 @@ class BatcherSettings:
     """
 
     config: SchedulerConfig
-    batcher: Batcher[Request]
+    batcher: Batcher[EngineRequest]
 
     @property
     def settable(self) -> Collection[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scheduler_components.batcher import Batcher
 from scheduler_components.values import BatchingStats
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.request_metrics import RequestMetrics
 
 __all__ = ["BatchingReport"]
@@ -28,7 +28,7 @@ class BatchingReport:
         request_metrics: forecasts and waits.
     """
 
-    batcher: Batcher[Request]
+    batcher: Batcher[EngineRequest]
     request_metrics: RequestMetrics
 
     def stats(self) -> BatchingStats:

@@ -16,7 +16,7 @@ from scheduler_components.values import HeldCount, PageHolding, PoolCount, Reque
 from scheduler_components.watchdog import StepProgress
 from scheduler_engine.engine.config import IntegrityConfig
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 __all__ = ["RequestSlotPool", "RequestsAndSessions", "compose_integrity"]
 
@@ -27,7 +27,7 @@ REQUEST_SLOT_POOL = "req"
 class RequestSlotPool:
     """The ``AuditedPool`` of request slots. Slots have no numbers here: a slot is an index of ``queues.running``."""
 
-    queues: RequestQueues[Request]
+    queues: RequestQueues[EngineRequest]
     name: str = REQUEST_SLOT_POOL
 
     def count(self) -> PoolCount:
@@ -71,7 +71,7 @@ def compose_integrity(
     config: IntegrityConfig,
     parallel: ParallelState,
     tiers: CacheTiers,
-    queues: RequestQueues[Request],
+    queues: RequestQueues[EngineRequest],
     sessions: PageHolders,
     progress: StepProgress,
     log: AllocationLog | None,

@@ -1,4 +1,4 @@
-"""Request: the state of one request in the scheduler."""
+"""EngineRequest: the state of one request in the engine's scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scheduler_components.waiting.held_request import RequestGrammar
 from scheduler_engine.device.sampling import MAX_TOKEN_ID, SamplingLimits, SamplingParams, TokenLogprobs
 
 __all__ = [
-    "Request",
+    "EngineRequest",
     "RequestState",
 ]
 
@@ -31,7 +31,7 @@ _NO_HINTS = RequestHints()
 _NO_TIMEOUTS = RequestTimeouts()
 
 
-class Request(scheduling.Request[RadixNode]):
+class EngineRequest(scheduling.Request[RadixNode]):
     """A request of the engine: the kit's, with what its device and its clients need.
 
     Attributes:

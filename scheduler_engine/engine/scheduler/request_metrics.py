@@ -15,7 +15,7 @@ from scheduler_components.metrics.request_tracer import RequestTracer
 from scheduler_components.scheduling.dynamic_chunk_sizer import FirstTokenPredictor, PrefillLatencyFit
 from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.values import FinishedRequest, FinishReason, ReceiverStats, ScheduledBatch, SchedulerCounters
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.request_limits import RequestTooLongError
 
 __all__ = ["PriorityWaits", "RequestMetrics"]
@@ -70,7 +70,9 @@ class RequestMetrics:
         self.rates = RateMeter(clock=self.clock)
         self.latencies = RequestLatencyRecorder(clock=self.clock)
 
-    def predict_first_token(self, request: Request, queues: RequestQueues[Request], *, step_tokens: int) -> None:
+    def predict_first_token(
+        self, request: EngineRequest, queues: RequestQueues[EngineRequest], *, step_tokens: int
+    ) -> None:
         """Predict the time to the first token of a request that is about to be queued.
 
         Args:
@@ -88,7 +90,7 @@ class RequestMetrics:
         )
         self.predictor.start(request.rid, predicted_s, slots_ahead=slots_ahead)
 
-    def on_queued(self, request: Request) -> None:
+    def on_queued(self, request: EngineRequest) -> None:
         """Record a new request, which waits."""
         request.times = self.latencies.on_queued()
         self.counters.num_requests_total += 1
@@ -100,7 +102,7 @@ class RequestMetrics:
         else:
             self.counters.refused_invalid_total += 1
 
-    def on_admitted(self, request: Request) -> None:
+    def on_admitted(self, request: EngineRequest) -> None:
         """Record an admission. The prompt of a retracted request does not count again: it would hit its own pages."""
         times = _times(request)
         self.latencies.on_admitted(times)
@@ -110,13 +112,13 @@ class RequestMetrics:
             self.counters.cached_tokens_total += request.num_cached_tokens
             self.rates.observe_prefill(request.num_prompt_tokens, request.num_cached_tokens)
 
-    def on_retracted(self, request: Request) -> None:
+    def on_retracted(self, request: EngineRequest) -> None:
         """Record that a request lost its pages to other requests and waits again."""
         self.latencies.on_retracted(_times(request))
         self.counters.num_retractions_total += 1
         self.rates.observe_preemption()
 
-    def on_batch_computed(self, batch: ScheduledBatch[Request], *, begun_s: float) -> float:
+    def on_batch_computed(self, batch: ScheduledBatch[EngineRequest], *, begun_s: float) -> float:
         """Record that the device has computed a batch, which was launched at ``begun_s``. Return its seconds."""
         busy_s = self.clock() - begun_s
         if batch.num_prefill_tokens:
@@ -127,13 +129,13 @@ class RequestMetrics:
             self.work.record_decode(batch.num_decode_tokens, busy_s, batch.num_decode_tokens)
         return busy_s
 
-    def on_results(self, batch: ScheduledBatch[Request]) -> None:
+    def on_results(self, batch: ScheduledBatch[EngineRequest]) -> None:
         """Record the requests of a batch that have received their first token."""
         for chunk in batch.chunks:
             if chunk.is_prefill and chunk.request.num_output_tokens == 1:
                 self.predictor.on_first_token(chunk.request.rid)
 
-    def on_tokens(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> None:
+    def on_tokens(self, requests: Sequence[EngineRequest], num_tokens: Sequence[int]) -> None:
         """Record the tokens that a step generated for each of these requests."""
         times = [request.times for request in requests]  # all were queued, so none is None
         self.latencies.on_batch_tokens(cast("list[RequestTimeStats]", times), num_tokens)
@@ -141,7 +143,7 @@ class RequestMetrics:
         self.counters.generation_tokens_total += num_all_tokens
         self.rates.observe_decode(num_all_tokens)
 
-    def on_finished(self, request: Request, reason: FinishReason) -> None:
+    def on_finished(self, request: EngineRequest, reason: FinishReason) -> None:
         """Record the end of a request."""
         self.latencies.on_finished(_times(request))
         self.tracer.on_finished(_times(request), _facts(request, reason))
@@ -157,12 +159,12 @@ class RequestMetrics:
         return msgspec.structs.replace(self.counters, preemptions_per_s=self.rates.preemptions_per_s)
 
 
-def _times(request: Request) -> RequestTimeStats:
+def _times(request: EngineRequest) -> RequestTimeStats:
     assert request.times is not None, f"{request!r} was never queued"
     return request.times
 
 
-def _facts(request: Request, reason: FinishReason) -> FinishedRequest:
+def _facts(request: EngineRequest, reason: FinishReason) -> FinishedRequest:
     limits, sampling = request.limits, request.sampling
     return FinishedRequest(
         rid=request.rid,

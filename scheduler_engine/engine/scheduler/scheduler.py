@@ -83,7 +83,7 @@ from scheduler_engine.engine.scheduler.batcher_settings import BatcherSettings, 
 from scheduler_engine.engine.scheduler.batching_report import BatchingReport
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers, DeviceOnlyTiers, PrefixCache
 from scheduler_engine.engine.scheduler.integrity import compose_integrity
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.request_limits import (
     check_grammar_served,
     check_request_fits,
@@ -129,16 +129,16 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     """
 
     device: Device
-    queues: RequestQueues[Request]
+    queues: RequestQueues[EngineRequest]
     agreement: StepAgreement
-    waiting: WaitingPath[Request]
-    lora: LoraQueue[Request]
+    waiting: WaitingPath[EngineRequest]
+    lora: LoraQueue[EngineRequest]
     sessions: SessionTable[RadixNode]
     tiers: CacheTiers
     kv_cache: RequestKvCache[RadixNode]
     settings: BatcherSettings
-    batcher: Batcher[Request]
-    results: BatchResultProcessor[Request]
+    batcher: Batcher[EngineRequest]
+    results: BatchResultProcessor[EngineRequest]
     output: OutputStreamer
     kv_events: SchedulerKvEventsPublisher
     load: LoadInquirer
@@ -163,7 +163,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         """
         return _Composer(config=config, parallel=parallel, parts=parts).compose(device)
 
-    def submit(self, request: Request, session: SessionParams | None = None) -> None:
+    def submit(self, request: EngineRequest, session: SessionParams | None = None) -> None:
         """Queue a request. A refused request changes nothing.
 
         Args:
@@ -208,7 +208,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         self.integrity.progress.enter_phase(IDLE_PHASE)
         return True
 
-    def _end(self, request: Request, reason: FinishReason, problem: str = "") -> None:
+    def _end(self, request: EngineRequest, reason: FinishReason, problem: str = "") -> None:
         request.problem = problem
         self.kv_cache.cancel(request.rid)
         self.results.abort(request, reason)
@@ -258,7 +258,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             digest=self.state_digest,
         )
 
-    def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
+    def _compute(self, batch: ScheduledBatch[EngineRequest]) -> list[EngineRequest]:
         """Compute a batch and apply its results. Return the requests that got tokens or ended."""
         started_s = self.request_metrics.clock()
         self.integrity.progress.enter_phase("device", batch.chunks[0].request.rid if batch.chunks else "")
@@ -280,7 +280,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             self.request_metrics.on_results(batch)
         return updated
 
-    def _apply(self, batch: ScheduledBatch[Request], output: DeviceOutput) -> list[Request]:
+    def _apply(self, batch: ScheduledBatch[EngineRequest], output: DeviceOutput) -> list[EngineRequest]:
         for index, logprobs in output.logprobs.items():
             batch.chunks[index].request.append_logprobs(logprobs)
         errors = output.errors
@@ -413,8 +413,8 @@ class SchedulerParts(TypedDict, total=False):
     quiesce: QuiesceState | None
     dp: DpBatchSync | None
     decisions: DecisionLog | NullDecisionLog | None
-    rooms: Sequence[WaitingRoom[Request]]
-    lora: LoraQueue[Request] | None
+    rooms: Sequence[WaitingRoom[EngineRequest]]
+    lora: LoraQueue[EngineRequest] | None
     groups: ParallelGroups | None
 
 
@@ -438,7 +438,7 @@ class _Composer:
     quiesce: QuiesceState = field(init=False)
     decisions: DecisionLog | NullDecisionLog = field(init=False)
     tiers: CacheTiers = field(init=False)
-    lora: LoraQueue[Request] = field(init=False)
+    lora: LoraQueue[EngineRequest] = field(init=False)
     sessions: SessionTable[RadixNode] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -475,8 +475,8 @@ class _Composer:
             counters=metrics.counters,
             allocation_log=NullAllocationSink() if log is None else log,
             decisions=self.decisions,
-            namespaces=Request.namespace_in,
-            on_cached_prompt=Request.record_cached_prompt,
+            namespaces=EngineRequest.namespace_in,
+            on_cached_prompt=EngineRequest.record_cached_prompt,
         )
         waiting = self._waiting(kv_cache, conditions, metrics)
         batcher = waiting.batcher
@@ -512,7 +512,7 @@ class _Composer:
 
     def _waiting(
         self, kv_cache: RequestKvCache[RadixNode], conditions: BatchConditions, metrics: RequestMetrics
-    ) -> WaitingPath[Request]:
+    ) -> WaitingPath[EngineRequest]:
         """Compose the path of a request until it is computed: rooms, queues, batcher."""
         config, rooms = self.config, tuple(self.parts.get("rooms", ()))
         if self.parts.get("lora") is not None:
@@ -526,7 +526,7 @@ class _Composer:
             observer=metrics,
             decisions=self.decisions,
         )
-        deadlines = RequestDeadlines[Request](defaults=config.timeouts)
+        deadlines = RequestDeadlines[EngineRequest](defaults=config.timeouts)
         return WaitingPath(batcher=batcher, rooms=WaitingRooms(rooms=rooms), deadlines=deadlines)
 
     def _conditions(self) -> BatchConditions:
@@ -538,7 +538,7 @@ class _Composer:
             idle_pages=self.sessions,
         )
 
-    def _agreement(self, waiting: WaitingPath[Request]) -> StepAgreement:
+    def _agreement(self, waiting: WaitingPath[EngineRequest]) -> StepAgreement:
         return StepAgreement(
             groups=self.groups,
             parts=(self.decisions, *self.tiers.agreement_parts, *waiting.rooms.rooms, self.sessions),
@@ -547,7 +547,7 @@ class _Composer:
         )
 
     def _reports(
-        self, waiting: WaitingPath[Request], metrics: RequestMetrics, checks: PoolChecks, output: OutputStreamer
+        self, waiting: WaitingPath[EngineRequest], metrics: RequestMetrics, checks: PoolChecks, output: OutputStreamer
     ) -> _Reports:
         """Compose what reports load, events and statistics."""
         parallel, clocks, sinks, queues = self.parallel, self.clocks, self.sinks, waiting.batcher.queues

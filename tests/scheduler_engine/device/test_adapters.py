@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler_components.waiting.lora_queue import Adapter
 from scheduler_engine.device.adapters import SimulatedAdapters
 from scheduler_engine.device.device import CostModel, ScheduledBatch, ScheduledChunk, SimulatedDevice
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0)
 
@@ -25,7 +25,7 @@ def test_texts_differ_by_adapter_and_a_chunk_without_its_adapter_fails_alone() -
         device.adapters.load(Adapter("x", f"/{number}", number))
     chunks = []
     for number in (None, 1, 2, 3):
-        request = Request(f"r{number}", [1, 2, 3])
+        request = EngineRequest(f"r{number}", [1, 2, 3])
         request.lora_id = number
         chunks.append(ScheduledChunk(request, 0, 3, True))
     device.launch(ScheduledBatch(chunks=tuple(chunks), num_prefill_tokens=12))

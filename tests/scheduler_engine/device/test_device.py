@@ -16,7 +16,7 @@ from scheduler_engine.device.device import (
     SimulatedModel,
 )
 from scheduler_engine.device.sampling import SamplingParams
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 checked = settings(deadline=None)
 
@@ -41,7 +41,7 @@ class FakeTime:
 
 def a_batch(chunks: list[tuple[str, int]], num_prefill: int = 0, num_decode: int = 0) -> ScheduledBatch:
     return ScheduledBatch(
-        chunks=tuple(ScheduledChunk(Request(rid, [0]), end - 1, end, False) for rid, end in chunks),
+        chunks=tuple(ScheduledChunk(EngineRequest(rid, [0]), end - 1, end, False) for rid, end in chunks),
         num_prefill_tokens=num_prefill,
         num_decode_tokens=num_decode,
         num_context_tokens=sum(end for _, end in chunks),
@@ -105,10 +105,10 @@ def test_work_done_between_launch_and_wait_is_not_waited_for_again(share: float)
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 samplings = st.builds(SamplingParams, temperature=st.sampled_from((0.0, 0.5, 1.0)), seed=st.none() | st.integers(0, 2))
-texts = st.builds(Request, rids, prompts, sampling=samplings)
+texts = st.builds(EngineRequest, rids, prompts, sampling=samplings)
 
 
-def generate(*requests: Request, model: SimulatedModel | None = None) -> list[tuple[int, ...]]:
+def generate(*requests: EngineRequest, model: SimulatedModel | None = None) -> list[tuple[int, ...]]:
     """The first 24 tokens of each request, computed in one batch per step."""
     time, steps = FakeTime(), []
     device = SimulatedDevice(model=model or SimulatedModel(), clock=time.clock, sleep=time.sleep)
@@ -120,7 +120,7 @@ def generate(*requests: Request, model: SimulatedModel | None = None) -> list[tu
     return list(zip(*steps, strict=True))
 
 
-def source(request: Request) -> tuple[object, ...]:
+def source(request: EngineRequest) -> tuple[object, ...]:
     """What the text of a request may depend on, and nothing else."""
     sampling = request.sampling
     if sampling.temperature == 0.0:
@@ -130,7 +130,9 @@ def source(request: Request) -> tuple[object, ...]:
 
 @checked
 @given(texts, texts)
-def test_two_requests_get_one_text_if_prompt_seed_and_temperature_are_equal(one: Request, other: Request) -> None:
+def test_two_requests_get_one_text_if_prompt_seed_and_temperature_are_equal(
+    one: EngineRequest, other: EngineRequest
+) -> None:
     """Without temperature the seed has no effect, as on a real device."""
     first, second = generate(one, other)
     assert (first == second) == (source(one) == source(other))
@@ -139,7 +141,7 @@ def test_two_requests_get_one_text_if_prompt_seed_and_temperature_are_equal(one:
 
 def test_the_text_of_a_prompt_does_not_change_while_it_grows() -> None:
     """A retracted request computes its generated tokens again, as a part of a longer prefill."""
-    request = Request("r", [1, 2, 3])
+    request = EngineRequest("r", [1, 2, 3])
     (whole,) = generate(request)
     request.token_ids.extend(whole[:5])
     device = SimulatedDevice(sleep=lambda _: None)

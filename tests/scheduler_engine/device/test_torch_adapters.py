@@ -23,7 +23,7 @@ from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.device.torch_adapters import AdaptedRows, TorchAdapters
 from scheduler_engine.device.torch_device import TorchDevice
 from scheduler_engine.device.torch_model import inspect_model, load_model
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 pytestmark = pytest.mark.model
 
@@ -63,8 +63,8 @@ def loaded(model: Any, folders: list[Path]) -> TorchAdapters:
     return adapters
 
 
-def submit(bench: ModelBench, rid: str, prompt: tuple[int, ...], lora: str | None) -> Request:
-    request = Request(rid, prompt, SamplingLimits(max_new_tokens=6), hints=RequestHints(lora=lora))
+def submit(bench: ModelBench, rid: str, prompt: tuple[int, ...], lora: str | None) -> EngineRequest:
+    request = EngineRequest(rid, prompt, SamplingLimits(max_new_tokens=6), hints=RequestHints(lora=lora))
     bench.scheduler.submit(request)
     return request
 
@@ -74,7 +74,7 @@ def test_a_batch_of_two_adapters_and_the_base_model_has_the_texts_of_merged_weig
 ) -> None:
     """Prompts are equal across adapters, come in chunks, and find their own cached pages at the second time."""
     adapters = TorchAdapters(adapted_model)
-    lora = LoraQueue[Request](loader=ImmediateLoader(adapters))
+    lora = LoraQueue[EngineRequest](loader=ImmediateLoader(adapters))
     for folder in folders:
         lora.register(folder.name, str(folder))
     bench = ModelBench(adapted_model, judges[0], lora=lora, kv_tokens=512, max_running_requests=9)

@@ -20,7 +20,7 @@ from scheduler_engine.device.torch_attention import pack_batch
 from scheduler_engine.device.torch_device import TorchDevice
 from scheduler_engine.device.torch_model import inspect_model, load_model
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.model
@@ -51,9 +51,9 @@ def make_scheduler(model: PreTrainedModel, **sizes: float) -> Scheduler:
     return Scheduler.compose(config, ParallelState(), TorchDevice(model=model, pool=make_pool()))
 
 
-def serve(scheduler: Scheduler, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Request]:
+def serve(scheduler: Scheduler, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[EngineRequest]:
     limits = SamplingLimits(max_new_tokens)
-    requests = [Request(f"r{number}", prompt, limits) for number, prompt in enumerate(prompts)]
+    requests = [EngineRequest(f"r{number}", prompt, limits) for number, prompt in enumerate(prompts)]
     drain(scheduler, *requests)
     return requests
 
@@ -62,7 +62,7 @@ def random_prompt(seed: int, num_tokens: int) -> list[int]:
     return random.Random(seed).choices(range(6, 319), k=num_tokens)
 
 
-def expect_generate(judge: GreedyTextVerifier, request: Request) -> None:
+def expect_generate(judge: GreedyTextVerifier, request: EngineRequest) -> None:
     judge.expect(request.input_ids, request.output_ids, num_tokens=request.limits.max_new_tokens)
 
 
@@ -74,7 +74,7 @@ def test_nan_logits_fail_only_their_request(model_folder: Path, judge: GreedyTex
     prompts = [random_prompt(1, 30), [*random_prompt(2, 5), 319, *random_prompt(3, 30)], random_prompt(4, 9)]
     whole, failed, short = serve(scheduler, prompts, 6)
     assert (failed.finish_reason, failed.num_output_tokens) == (FinishReason.ERROR, 0)
-    later = Request("later", random_prompt(5, 300), SamplingLimits(6))
+    later = EngineRequest("later", random_prompt(5, 300), SamplingLimits(6))
     drain(scheduler, later)
     for request in (whole, short, later):
         expect_generate(judge, request)
@@ -94,7 +94,7 @@ def test_nan_values_do_not_stay_in_the_pool(model_folder: Path) -> None:
 
 def test_logprobs_are_those_of_the_whole_text(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
     scheduler = make_scheduler(model, chunk_tokens=8)
-    asks = Request("asks", random_prompt(1, 20), SamplingLimits(5), sampling=SamplingParams(logprobs=3))
+    asks = EngineRequest("asks", random_prompt(1, 20), SamplingLimits(5), sampling=SamplingParams(logprobs=3))
     drain(scheduler, asks)
     output = asks.output_since(0)
     expected = judge.logits(asks.token_ids).log_softmax(dim=-1)[19:-1]
@@ -111,8 +111,10 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(model: PreTrainedModel) -> No
     def sample(seed: int, others: int, **sizes: int) -> tuple[int, ...]:
         scheduler = make_scheduler(model, **sizes)
         sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=seed)
-        wanted = Request("wanted", random_prompt(1, 21), SamplingLimits(8), sampling=sampling)
-        neighbours = [Request(f"b{each}", random_prompt(each + 5, 30), SamplingLimits(9)) for each in range(others)]
+        wanted = EngineRequest("wanted", random_prompt(1, 21), SamplingLimits(8), sampling=sampling)
+        neighbours = [
+            EngineRequest(f"b{each}", random_prompt(each + 5, 30), SamplingLimits(9)) for each in range(others)
+        ]
         drain(scheduler, *neighbours, wanted)
         return wanted.output_ids
 

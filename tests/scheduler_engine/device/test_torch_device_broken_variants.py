@@ -20,7 +20,7 @@ from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVe
 from scheduler_components.values.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone
 from scheduler_engine.device.device import ScheduledBatch
 from scheduler_engine.device.torch_device import TorchDevice
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 pytestmark = [pytest.mark.model, pytest.mark.broken_variants]
 
@@ -46,7 +46,7 @@ def free_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page that a decode fills is free for other requests immediately."""
     grow = RequestKvCache.grow
 
-    def grow_and_free(self: RequestKvCache, request: Request, num_tokens: int) -> bool:
+    def grow_and_free(self: RequestKvCache, request: EngineRequest, num_tokens: int) -> bool:
         num_pages = len(request.pages)
         has_room = grow(self, request, num_tokens)
         if len(request.pages) > num_pages and not request.num_prefill_tokens_left:
@@ -60,7 +60,7 @@ def forget_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached prefix is used without holding it."""
     match = RequestKvCache.match
 
-    def match_unlocked(self: RequestKvCache, request: Request) -> None:
+    def match_unlocked(self: RequestKvCache, request: EngineRequest) -> None:
         match(self, request)
         if request.node is not None:
             self.cache.unlock(request.node)

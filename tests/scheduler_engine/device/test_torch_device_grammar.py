@@ -21,7 +21,7 @@ from scheduler_engine.device.model_spec import TokenSpec
 from scheduler_engine.device.sampling import SamplingLimits, SamplingParams
 from scheduler_engine.device.torch_device import TorchDevice
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.model
@@ -50,11 +50,11 @@ def make_scheduler(model: object, num_pages: int = 96) -> Scheduler:
     return Scheduler.compose(config, ParallelState(), TorchDevice(model=model, pool=pool))
 
 
-def serve(scheduler: Scheduler, compiled: CompiledGrammar, sampling: Sequence[SamplingParams]) -> list[Request]:
+def serve(scheduler: Scheduler, compiled: CompiledGrammar, sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
     """Serve a request with the grammar per sampling, each with the same prompt but its last token."""
     requests = []
     for number, each in enumerate(sampling):
-        request = Request(f"r{number}", [*PROMPT, 70 + number], SamplingLimits(90), sampling=each)
+        request = EngineRequest(f"r{number}", [*PROMPT, 70 + number], SamplingLimits(90), sampling=each)
         request.grammar = RequestGrammar(compiled, num_prompt_tokens=request.num_prompt_tokens)
         scheduler.submit(request)
         requests.append(request)
@@ -62,7 +62,7 @@ def serve(scheduler: Scheduler, compiled: CompiledGrammar, sampling: Sequence[Sa
     return requests
 
 
-def expect_match(tokenizer: PreTrainedTokenizerFast, request: Request) -> None:
+def expect_match(tokenizer: PreTrainedTokenizerFast, request: EngineRequest) -> None:
     assert request.finish_reason is FinishReason.STOP, request
     text = tokenizer.decode(request.output_ids, skip_special_tokens=True)
     assert re.fullmatch(EXPRESSION, text), text
@@ -94,7 +94,7 @@ def test_requests_without_a_grammar_get_the_tokens_of_the_model(
     """Before, next to and after a request with one, over the same cached prefix."""
     scheduler = make_scheduler(paged_model)
     for rid in ("before", "next to it", "after"):
-        free = Request(rid, PROMPT, SamplingLimits(12, ignore_eos=True))
+        free = EngineRequest(rid, PROMPT, SamplingLimits(12, ignore_eos=True))
         scheduler.submit(free)
         serve(scheduler, compiled, [SamplingParams()] if rid == "next to it" else [])
         drain(scheduler)
@@ -117,7 +117,7 @@ def test_a_grammar_that_does_not_allow_the_output_ends_its_request_alone(
             return super().next_bitmask([*token_ids, 300])
 
     scheduler = make_scheduler(paged_model)
-    wrong = Request("wrong", PROMPT, SamplingLimits(4))
+    wrong = EngineRequest("wrong", PROMPT, SamplingLimits(4))
     wrong.grammar = WrongGrammar(compiled, num_prompt_tokens=len(PROMPT))
     scheduler.submit(wrong)
     (right,) = serve(scheduler, compiled, [SamplingParams()])

@@ -21,7 +21,7 @@ from scheduler_components import CacheIntegrityError
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 from scheduler_components.values import FinishReason
-from scheduler_engine.engine.scheduler.request import Request, RequestState
+from scheduler_engine.engine.scheduler.request import EngineRequest, RequestState
 
 pytestmark = pytest.mark.model
 
@@ -91,7 +91,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.num_asked += 1
         return self.late_steps[self.num_asked % len(self.late_steps)]
 
-    def request_of(self, data: st.DataObject) -> Request:
+    def request_of(self, data: st.DataObject) -> EngineRequest:
         place = data.draw(st.integers(0, len(self.bench.requests) - 1))
         return self.bench.requests[place]
 

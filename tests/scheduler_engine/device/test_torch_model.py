@@ -24,7 +24,7 @@ from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.device.torch_device import TorchDevice
 from scheduler_engine.device.torch_model import inspect_model, load_model
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.model
@@ -118,7 +118,7 @@ def test_models_of_many_types_give_the_tokens_of_generate(
     )
     prompts = [range(6, 6 + length) for length in (5, 20, 13)]
     requests = [
-        Request(f"r{number}", prompt, SamplingLimits(6, ignore_eos=True)) for number, prompt in enumerate(prompts)
+        EngineRequest(f"r{number}", prompt, SamplingLimits(6, ignore_eos=True)) for number, prompt in enumerate(prompts)
     ]
     drain(scheduler, *requests)
     judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
@@ -323,7 +323,7 @@ def test_bfloat16_logits_are_close_to_float32(model_folder: Path, judge: GreedyT
     )
     device = TorchDevice(model=load_model(spec), pool=pool)
     scheduler = Scheduler.compose(SchedulerConfig(page_size=4, kv_tokens=64), ParallelState(), device)
-    request = Request("r", range(6, 40), SamplingLimits(8, ignore_eos=True))
+    request = EngineRequest("r", range(6, 40), SamplingLimits(8, ignore_eos=True))
     drain(scheduler, request)
     logits = judge.logits(request.token_ids)[33:-1]
     behind = logits.max(dim=1).values - logits[range(8), torch.tensor(request.output_ids)]

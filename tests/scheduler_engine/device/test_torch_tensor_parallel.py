@@ -32,7 +32,7 @@ from scheduler_engine.device.torch_tensor_parallel import (
     max_tp_size,
     shard_model,
 )
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 pytestmark = [pytest.mark.model, pytest.mark.ranks]
 
@@ -105,7 +105,7 @@ def test_each_rank_takes_its_part_of_new_weights(
     other, spec = load_model(inspect_model(other_folder)), inspect_model(model_folder)
     judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(other_folder, dtype=torch.float32))
 
-    def updated(ranks: ModelParallelGroup) -> tuple[int, list[Request]]:
+    def updated(ranks: ModelParallelGroup) -> tuple[int, list[EngineRequest]]:
         rank = ModelRank(spec, ranks)
         weights = TorchWeightStore(model=rank.model, parts=rank.parts)
         weights.begin("v2")

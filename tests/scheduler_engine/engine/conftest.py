@@ -13,7 +13,7 @@ from scheduler_components.values import KvMetrics, SchedulerStats
 from scheduler_engine.device.device import DeviceOutput, ScheduledBatch, SimulatedModel
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import (
     Clocks,
     Scheduler,
@@ -104,8 +104,8 @@ class SchedulerBench:
             clocks=Clocks(wall=lambda: 1_700_000_000.0, monotonic=lambda: 0.0),
         )
 
-    def submit(self, rid: str, prompt: list[int] | range, max_new: int = 1) -> Request:
-        request = Request(rid, prompt, SamplingLimits(max_new_tokens=max_new))
+    def submit(self, rid: str, prompt: list[int] | range, max_new: int = 1) -> EngineRequest:
+        request = EngineRequest(rid, prompt, SamplingLimits(max_new_tokens=max_new))
         self.scheduler.submit(request)
         return request
 
@@ -117,7 +117,7 @@ class SchedulerBench:
             token for event in self.publisher.events() if isinstance(event, BlockStored) for token in event.token_ids
         ]
 
-    def foretold(self, request: Request) -> tuple[int, ...]:
+    def foretold(self, request: EngineRequest) -> tuple[int, ...]:
         """What the device generates for a request that nothing but its length ends."""
         first = request.num_prompt_tokens
         return tuple(MODEL.next_token(request.rid, first + index) for index in range(request.limits.max_new_tokens))

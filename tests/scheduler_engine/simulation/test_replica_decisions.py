@@ -38,7 +38,7 @@ from scheduler_components.values import LoadSnapshot
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.request_limits import check_request_fits
 from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
 from scheduler_engine.simulation import (
@@ -143,10 +143,10 @@ def scheduler_config(config: ReplicaConfig) -> SchedulerConfig:
     )
 
 
-def as_engine_request(recorded: TraceRequest) -> Request:
+def as_engine_request(recorded: TraceRequest) -> EngineRequest:
     simulated = SimulatedRequest(recorded)
     limits = SamplingLimits(max_new_tokens=simulated.limits.max_new_tokens, ignore_eos=True)
-    return Request(simulated.rid, simulated.token_ids, limits, hints=simulated.hints, stream_interval=0)
+    return EngineRequest(simulated.rid, simulated.token_ids, limits, hints=simulated.hints, stream_interval=0)
 
 
 def advance(clock: VirtualClock, seconds: float) -> None:

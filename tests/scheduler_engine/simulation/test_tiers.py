@@ -24,7 +24,7 @@ from scheduler_components.values import CachedTokens, TierStats
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler
 from scheduler_engine.simulation import (
     Outage,
@@ -372,7 +372,7 @@ def test_decisions_equal_those_of_the_reference_engine(storage_tokens: int) -> N
         clocks=Clocks(wall=clock, monotonic=clock),
         decisions=log,
     )
-    waiting, running = list(requests), list[Request]()
+    waiting, running = list(requests), list[EngineRequest]()
     while waiting or reference.has_work:
         arrival_ns = round(waiting[0].arrival_s * 1e9) if waiting else NEVER_NS
         if not reference.has_work:
@@ -380,7 +380,7 @@ def test_decisions_equal_those_of_the_reference_engine(storage_tokens: int) -> N
         while waiting and round(waiting[0].arrival_s * 1e9) <= clock.now_ns:
             simulated = SimulatedRequest(waiting.pop(0))
             limits = SamplingLimits(max_new_tokens=simulated.limits.max_new_tokens, ignore_eos=True)
-            running.append(Request(simulated.rid, simulated.token_ids, limits, stream_interval=0))
+            running.append(EngineRequest(simulated.rid, simulated.token_ids, limits, stream_interval=0))
             reference.submit(running[-1])
         num_calls, now_ns = virtual.tiers.num_calls, clock.now_ns
         reference.step()

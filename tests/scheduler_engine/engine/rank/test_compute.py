@@ -21,7 +21,7 @@ from scheduler_engine.cli.engine_commands import (
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import EnginePaths, RankConfig
 from scheduler_engine.engine.rank.compute import open_rank_device
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
@@ -41,14 +41,14 @@ def test_a_rank_serves_the_model_that_the_command_line_names(model_folder: Path,
     assert device.pool is not None
     assert device.pool.num_pages == engine.scheduler.kv_pages
     scheduler = Scheduler.compose(config.engine.scheduler, parallel, device.device)
-    request = Request("r", range(6, 50), SamplingLimits(8, ignore_eos=True))
+    request = EngineRequest("r", range(6, 50), SamplingLimits(8, ignore_eos=True))
     drain(scheduler, request)
     judge.expect(request.input_ids, request.output_ids, num_tokens=8)
     assert engine.model_name == model_folder.name
     with pytest.raises(ConfigError, match="context has 512"):
-        scheduler.submit(Request("long", range(6, 300), SamplingLimits(220)))
+        scheduler.submit(EngineRequest("long", range(6, 300), SamplingLimits(220)))
     with pytest.raises(ConfigError, match="not a token of the model"):
-        scheduler.submit(Request("strange", [320]))
+        scheduler.submit(EngineRequest("strange", [320]))
 
 
 def test_an_engine_without_a_model_imports_no_torch() -> None:

@@ -18,7 +18,7 @@ from scheduler_engine.device.model_spec import TokenSpec
 from scheduler_engine.device.sampling import SamplingParams
 from scheduler_engine.engine.config import GrammarConfig
 from scheduler_engine.engine.rank.grammar import open_grammar_queue
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 pytestmark = [pytest.mark.model, pytest.mark.threads]
 
@@ -26,7 +26,7 @@ TOKENS = TokenSpec(vocab_size=VOCABULARY, eos_token_ids=(2,))
 
 
 @contextmanager
-def opened(tokenizer: Path, **limits: float) -> Iterator[GrammarQueue[Request]]:
+def opened(tokenizer: Path, **limits: float) -> Iterator[GrammarQueue[EngineRequest]]:
     queue = open_grammar_queue(GrammarConfig(**limits), TOKENS, tokenizer, NullDecisionLog())  # type: ignore[arg-type]
     try:
         yield queue
@@ -41,11 +41,11 @@ def tokenizer_file(tmp_path: Path) -> Path:
     return path
 
 
-def request(rid: str, **sampling: str) -> Request:
-    return Request(rid, [1, 2, 3], sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+def request(rid: str, **sampling: str) -> EngineRequest:
+    return EngineRequest(rid, [1, 2, 3], sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
-def departures(queue: GrammarQueue[Request], number: int) -> dict[str, tuple[str, str]]:
+def departures(queue: GrammarQueue[EngineRequest], number: int) -> dict[str, tuple[str, str]]:
     """Step until this many requests have left. Return why, by request."""
     agreement, left = StepAgreement(parts=[queue]), {}
 

@@ -30,7 +30,7 @@ from scheduler_engine.device.device import DeviceOutput, DeviceRequest, Schedule
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import HiCacheConfig, SchedulerConfig, StorageChecksum
 from scheduler_engine.engine.rank.hicache_tiers import make_torch_kv_memory, open_hicache_tiers
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.torch
@@ -104,7 +104,7 @@ class Run:
         for prompt in prompts:
             self._num_served += 1
             rid = f"r{self._num_served}"
-            drain(self.scheduler, Request(rid, prompt, SamplingLimits(max_new_tokens=3)))
+            drain(self.scheduler, EngineRequest(rid, prompt, SamplingLimits(max_new_tokens=3)))
         assert not self.scheduler.results.failures.total
 
     @property
@@ -270,7 +270,7 @@ def test_a_load_that_fails_fails_the_requests_that_read_it_and_nothing_else(
             return copy(memory, layer, layer_view, host_pages, pages)
 
         copy = TorchDeviceMemory.copy_to_device
-        failed = Request("failed", PROMPTS[0], SamplingLimits(max_new_tokens=3))
+        failed = EngineRequest("failed", PROMPTS[0], SamplingLimits(max_new_tokens=3))
         with monkeypatch.context() as broken:
             broken.setattr(TorchDeviceMemory, "copy_to_device", fail_in_the_middle)
             drain(run.scheduler, failed)
@@ -278,6 +278,6 @@ def test_a_load_that_fails_fails_the_requests_that_read_it_and_nothing_else(
         assert "failed while requests use its pages" in caplog.text
         run.scheduler.cache.check_integrity()
         assert not run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens
-        drain(run.scheduler, Request("next", PROMPTS[0], SamplingLimits(max_new_tokens=3)))
+        drain(run.scheduler, EngineRequest("next", PROMPTS[0], SamplingLimits(max_new_tokens=3)))
         assert run.scheduler.results.failures.total == 1
         assert run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens == 40

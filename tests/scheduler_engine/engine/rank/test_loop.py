@@ -59,7 +59,7 @@ from scheduler_engine.engine.rank.heartbeat import HeartbeatSender, StopPipe
 from scheduler_engine.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_engine.engine.rank.rpc_handler import RpcHandler
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 pytestmark = pytest.mark.sockets
@@ -146,7 +146,7 @@ class ExecutorRank:
         last_batch: int,
         *,
         output_room: int = 0,
-        rooms: Sequence[WaitingRoom[Request]] = (),
+        rooms: Sequence[WaitingRoom[EngineRequest]] = (),
     ) -> None:
         self.stop_signal = sockets.stop_signal()
         push, self._reports = sockets.pair()
@@ -350,7 +350,7 @@ def test_an_idle_leader_has_reported_that_it_is_idle(sockets: ReplicaSockets) ->
     assert [load.dispatched_watermarks for load in newest] == [((FRONTEND_DISPATCHER, 7),)] * 2
 
 
-class SlowRoom(ListedRoom[Request]):
+class SlowRoom(ListedRoom[EngineRequest]):
     """Its thread has prepared everything at the third agreement after a request has entered."""
 
     num_agreements = 0
@@ -371,7 +371,7 @@ def test_an_idle_leader_takes_steps_while_a_request_waits_in_a_room(sockets: Rep
 
 def test_a_request_beyond_what_a_room_holds_is_refused_as_busy(sockets: ReplicaSockets) -> None:
     for tp_rank in (0, 1):
-        rank = ExecutorRank(sockets, tp_rank, last_batch=9, rooms=[ListedRoom[Request](max_waiting=1)])
+        rank = ExecutorRank(sockets, tp_rank, last_batch=9, rooms=[ListedRoom[EngineRequest](max_waiting=1)])
         rank.worker.execute(1, (submit("a"), submit("b")))
         refusals = [(each.rid, each.is_busy) for each in rank.reports(RequestRefused)]
         assert refusals == [("b", True)][tp_rank:]

@@ -13,7 +13,7 @@ from scheduler_components.quiesce import QuiesceState
 from scheduler_components.values import FlushCache, SessionParams
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.rank.quiescable_scheduler import PausableScheduler, make_quiesce_stepper
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 PROMPTS = [list(range(8)), list(range(20, 28)), list(range(40, 48)), list(range(60, 68))]
 
@@ -58,7 +58,9 @@ def test_abort_all_leaves_no_page_to_a_session(make_bench: Callable[..., Any]) -
     sessions = bench.scheduler.sessions
     sessions.open("s", capacity_tokens=64)
     params = SessionParams("s")
-    bench.scheduler.submit(Request("turn", sessions.extend(params, range(9)), SamplingLimits(max_new_tokens=9)), params)
+    bench.scheduler.submit(
+        EngineRequest("turn", sessions.extend(params, range(9)), SamplingLimits(max_new_tokens=9)), params
+    )
     bench.scheduler.step()
     assert PausableScheduler(scheduler=bench.scheduler).abort_all() == 1
     assert (sessions.num_held_pages, "s" in sessions) == (0, True)

@@ -11,7 +11,7 @@ from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.rpc_handler import RpcHandler
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=1024, max_running_requests=4)
@@ -33,13 +33,13 @@ def control(scheduler: Scheduler) -> RpcHandler:
 
 def test_sizes_can_be_changed_while_requests_run(scheduler: Scheduler, control: RpcHandler) -> None:
     for number in range(4):
-        scheduler.submit(Request(f"r{number}", range(number, number + 100), SamplingLimits(max_new_tokens=4)))
+        scheduler.submit(EngineRequest(f"r{number}", range(number, number + 100), SamplingLimits(max_new_tokens=4)))
     assert scheduler.step().num_prefill_tokens == 400
     assert control.answer("set_internal_state", b'{"chunk_tokens": 16, "max_running_requests": 2}') == {
         "chunk_tokens": 16,
         "max_running_requests": 2,
     }
-    scheduler.submit(Request("late", range(500, 600), SamplingLimits(max_new_tokens=1)))
+    scheduler.submit(EngineRequest("late", range(500, 600), SamplingLimits(max_new_tokens=1)))
     results = list(scheduler.drain())
     assert max(result.num_prefill_tokens for result in results) == 16
     assert sum(result.num_prefill_tokens for result in results) == 100
@@ -74,7 +74,7 @@ def test_a_read_only_value_is_refused_by_name_and_changes_nothing(control: RpcHa
 def test_a_new_ratio_takes_effect_immediately_and_other_changes_keep_it(
     scheduler: Scheduler, control: RpcHandler
 ) -> None:
-    scheduler.submit(Request("r", range(8), SamplingLimits(max_new_tokens=20)))
+    scheduler.submit(EngineRequest("r", range(8), SamplingLimits(max_new_tokens=20)))
     for _ in range(5):
         scheduler.step()
     decayed = scheduler.batcher.conditions.new_token_ratio.current

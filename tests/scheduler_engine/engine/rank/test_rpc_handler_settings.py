@@ -21,7 +21,7 @@ from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import IntegrityConfig, SchedulerConfig
 from scheduler_engine.engine.rank.rpc_handler import RpcHandler
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 RAISE = CheckPolicy(action="raise", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
@@ -73,7 +73,7 @@ class SettableRank:
             self.num_requests += 1
             prompt = range(self.num_requests, self.num_requests + 60)
             limits = SamplingLimits(max_new_tokens=3, ignore_eos=True)
-            self.scheduler.submit(Request(f"r{self.num_requests}", prompt, limits))
+            self.scheduler.submit(EngineRequest(f"r{self.num_requests}", prompt, limits))
         for _ in range(num_steps):
             self.scheduler.step()
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from scheduler_components.testing import VirtualClock
 from scheduler_components.values import RequestHints
 from scheduler_engine.device.sampling import SamplingLimits
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 
 class PreemptsTheFirst:
     """A preemption policy of a user."""
 
-    def select_victim(self, candidates: list[Request]) -> Request:
+    def select_victim(self, candidates: list[EngineRequest]) -> EngineRequest:
         return candidates[0]
 
 
@@ -47,7 +47,7 @@ def test_waits_are_summed_by_priority(make_bench: Callable) -> None:
     clock = VirtualClock(0.0)
     bench.scheduler.request_metrics.latencies.clock = clock
     for number, priority in enumerate((0, -1, 5, 0)):
-        request = Request(f"r{number}", range(8), SamplingLimits(1), hints=RequestHints(priority=priority))
+        request = EngineRequest(f"r{number}", range(8), SamplingLimits(1), hints=RequestHints(priority=priority))
         bench.scheduler.submit(request)
     while bench.scheduler.has_work:
         bench.scheduler.step()

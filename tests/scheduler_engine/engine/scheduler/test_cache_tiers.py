@@ -32,7 +32,7 @@ from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.hicache_tiers import HiCacheTiers
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
 
 SHAPE = PageShape(num_layers=1, layer_page_bytes=8)
@@ -58,7 +58,7 @@ def open_tiers(stack: ExitStack) -> Callable[[WritePolicy], HiCacheTiers]:
 
 
 def serve(
-    requests: Sequence[Request], tiers: HiCacheTiers | None, sinks: SchedulerSinks, **settings: float
+    requests: Sequence[EngineRequest], tiers: HiCacheTiers | None, sinks: SchedulerSinks, **settings: float
 ) -> list[StepResult]:
     """Serve one request after the other, or all together if they may be preempted."""
     config = SchedulerConfig(page_size=4, kv_tokens=64, **settings)
@@ -77,7 +77,7 @@ def test_each_step_reports_the_tiers_of_cached_prompts(open_tiers: Callable[...,
     sink, outputs = ListSink[SchedulerStats](), ListOutputSink()
     limits = SamplingLimits(max_new_tokens=1)
     prompts = (("a", 0), ("b", 100), ("c", 200), ("a again", 0))
-    requests = [Request(rid, range(first, first + 41), limits) for rid, first in prompts]
+    requests = [EngineRequest(rid, range(first, first + 41), limits) for rid, first in prompts]
     tiers = open_tiers("write_through")
     serve(requests, tiers, SchedulerSinks(metrics=sink, outputs=outputs))
     tier_stats = sink.sent[-1].tiers
@@ -141,7 +141,7 @@ def test_pages_of_a_preempted_request_come_back_from_the_host(
     host only the last, unfinished page is."""
     outputs, num_computed_again = [], []
     for tiers in (opened := open_tiers(write), None):
-        requests = [Request(f"r{at}", range(100 * at, 100 * at + 16), SamplingLimits(40)) for at in range(2)]
+        requests = [EngineRequest(f"r{at}", range(100 * at, 100 * at + 16), SamplingLimits(40)) for at in range(2)]
         results = serve(requests, tiers, SchedulerSinks(), new_token_ratio=0.0, min_new_token_ratio=0.0)
         assert [each.num_retractions for each in requests] == [0, 1], "the earliest waits for the copy of the other"
         num_computed_again.append(sum(result.num_prefill_tokens for result in results) - 2 * 16)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_components import ConfigError
 from scheduler_components.values import CachedTokens, TokenOutput
 from scheduler_engine.device.sampling import SamplingLimits
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 checked = settings(deadline=None)
 u32 = st.integers(0, 2**32 - 1)
@@ -21,7 +21,7 @@ u32 = st.integers(0, 2**32 - 1)
 @checked
 @given(st.lists(u32, min_size=1), st.lists(u32), st.integers(1, 1000))
 def test_prompt_and_output_are_separate(prompt: list[int], output: list[int], max_new: int) -> None:
-    request = Request("r", prompt, SamplingLimits(max_new_tokens=max_new))
+    request = EngineRequest("r", prompt, SamplingLimits(max_new_tokens=max_new))
     request.token_ids.extend(output)
     assert request.input_ids == tuple(prompt)
     assert request.output_ids == tuple(output)
@@ -32,20 +32,20 @@ def test_prompt_and_output_are_separate(prompt: list[int], output: list[int], ma
 @checked
 @given(st.binary(min_size=1))
 def test_bytes_are_a_sequence_of_ids_and_not_raw_memory(prompt: bytes) -> None:
-    assert Request("r", prompt).input_ids == tuple(prompt)
+    assert EngineRequest("r", prompt).input_ids == tuple(prompt)
 
 
 @pytest.mark.parametrize("input_ids", [[-1], [2**32], [0, 1.5], ["a"], "text", [None], []])
 def test_an_invalid_token_id_is_refused(input_ids: Iterable[int]) -> None:
     with pytest.raises(ConfigError) as error:
-        Request("r", input_ids)
+        EngineRequest("r", input_ids)
     assert error.value.field == "input_ids"
 
 
 @pytest.mark.parametrize("rid", ["", "\ud800"])
 def test_an_id_that_cannot_be_encoded_is_refused(rid: str) -> None:
     with pytest.raises(ConfigError) as error:
-        Request(rid, [1])
+        EngineRequest(rid, [1])
     assert error.value.field == "rid"
 
 
@@ -61,11 +61,11 @@ def test_limits_travel_as_messages() -> None:
 
 
 def test_the_repr_of_a_request_shows_its_state() -> None:
-    assert "'r7' waiting prompt=2 output=0/9" in repr(Request("r7", [1, 2], SamplingLimits(max_new_tokens=9)))
+    assert "'r7' waiting prompt=2 output=0/9" in repr(EngineRequest("r7", [1, 2], SamplingLimits(max_new_tokens=9)))
 
 
 def test_output_since_any_token_has_the_counts() -> None:
-    request = Request("r", [1, 2, 3], stream_interval=4)
+    request = EngineRequest("r", [1, 2, 3], stream_interval=4)
     request.token_ids.extend([7, 8, 9])
     request.num_cached_prompt_tokens = 2
     assert request.output_since(1) == TokenOutput((8, 9), num_prompt_tokens=3, num_cached_tokens=2)
@@ -73,7 +73,7 @@ def test_output_since_any_token_has_the_counts() -> None:
 
 
 def test_the_output_says_on_which_tiers_the_prompt_was_found() -> None:
-    request = Request("r", range(8))
+    request = EngineRequest("r", range(8))
     request.num_cached_tokens = 6
     request.record_cached_prompt(CachedTokens(1, 2, 3))
     output = request.output_since(0)

@@ -12,7 +12,7 @@ from scheduler_components.values import FinishReason
 from scheduler_engine.device.device import DeviceOutput, SimulatedModel
 from scheduler_engine.device.model_spec import TokenSpec
 from scheduler_engine.device.sampling import SamplingLimits, SamplingParams, TokenLogprobs
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 MODEL = SimulatedModel()  # what the bench's device computes with
 
@@ -124,8 +124,8 @@ def test_an_abort_frees_all_pages(make_bench: Callable, num_steps: int) -> None:
 def test_a_stop_token_ends_a_request_and_the_end_of_sequence_can_be_ignored(make_bench: Callable) -> None:
     bench = make_bench(tokens=TokenSpec(eos_token_ids=(5, MODEL.next_token("ends", 4))))
     ends = bench.submit("ends", range(4), 5)
-    ignores = Request("ignores", range(4), SamplingLimits(max_new_tokens=3, ignore_eos=True))
-    stops = Request("stops", range(4), SamplingLimits(5, stop_token_ids=(MODEL.next_token("stops", 5),)))
+    ignores = EngineRequest("ignores", range(4), SamplingLimits(max_new_tokens=3, ignore_eos=True))
+    stops = EngineRequest("stops", range(4), SamplingLimits(5, stop_token_ids=(MODEL.next_token("stops", 5),)))
     bench.scheduler.submit(ignores)
     bench.scheduler.submit(stops)
     bench.device.answers = [(MODEL.next_token("ends", 4),) * 2 + (1,)]
@@ -184,7 +184,7 @@ def test_a_request_without_a_result_ends_alone(make_bench: Callable) -> None:
 
 def test_logprobs_are_streamed_to_requests_that_want_them(make_bench: Callable) -> None:
     bench = make_bench()
-    asks = Request("asks", range(4), SamplingLimits(2), sampling=SamplingParams(logprobs=1))
+    asks = EngineRequest("asks", range(4), SamplingLimits(2), sampling=SamplingParams(logprobs=1))
     bench.scheduler.submit(asks)
     expected = [TokenLogprobs(-0.5, ((7, -0.25),)), TokenLogprobs(-1.5, ((8, -0.75),))]
     bench.device.answers = [DeviceOutput((place,), logprobs={0: each}) for place, each in enumerate(expected)]
@@ -200,7 +200,7 @@ def test_logprobs_are_streamed_to_requests_that_want_them(make_bench: Callable) 
 def test_tokens_are_streamed_at_the_interval_of_the_request(make_bench: Callable) -> None:
     bench = make_bench()
     for rid, interval in (("each", 1), ("pairs", 2), ("whole", 0)):
-        bench.scheduler.submit(Request(rid, range(4), SamplingLimits(max_new_tokens=6), stream_interval=interval))
+        bench.scheduler.submit(EngineRequest(rid, range(4), SamplingLimits(max_new_tokens=6), stream_interval=interval))
     bench.drain()
     sizes: dict[str, list[int]] = {}
     for delta in bench.outputs.deltas:

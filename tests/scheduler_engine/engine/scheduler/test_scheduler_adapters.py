@@ -15,23 +15,23 @@ from scheduler_components.waiting.lora_queue import LoraQueue
 from scheduler_engine.device.device import CostModel, SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 WEIGHTS = PrefixNamespace(extra_key="weight_version=2")
 PROMPT = range(1, 10)
 
 
-def a_request(rid: str, lora_id: int | None = None, session_id: str | None = None) -> Request:
+def a_request(rid: str, lora_id: int | None = None, session_id: str | None = None) -> EngineRequest:
     hints = RequestHints(lora=None if lora_id is None else f"adapter-{lora_id}")
-    request = Request(rid, PROMPT, SamplingLimits(max_new_tokens=2), hints=hints)
+    request = EngineRequest(rid, PROMPT, SamplingLimits(max_new_tokens=2), hints=hints)
     request.lora_id, request.session_id = lora_id, session_id
     return request
 
 
 def kv_cache(namespace: PrefixNamespace) -> RequestKvCache[RadixNode]:
     cache = RadixCache(page_size=4, capacity_tokens=64)
-    return RequestKvCache(cache=cache, namespace=namespace, namespaces=Request.namespace_in)
+    return RequestKvCache(cache=cache, namespace=namespace, namespaces=EngineRequest.namespace_in)
 
 
 def test_a_request_of_the_base_model_has_the_namespace_of_the_weights() -> None:
@@ -50,7 +50,7 @@ def test_adapters_share_no_page_and_events_carry_adapter_and_session() -> None:
     events = ListEventSink()
     free = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0)
     device = SimulatedDevice(cost=free)
-    lora = LoraQueue[Request](loader=ImmediateLoader(device.adapters))
+    lora = LoraQueue[EngineRequest](loader=ImmediateLoader(device.adapters))
     for name in ("adapter-1", "adapter-2"):
         lora.register(name, f"/{name}")
     scheduler = Scheduler.compose(

@@ -21,7 +21,7 @@ from scheduler_components.values import BatchingStats, LoadSnapshot, SchedulerSt
 from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import (
     Clocks,
     Scheduler,
@@ -76,7 +76,7 @@ class SchedulerRank:
         if isinstance(call, Abort):
             self.scheduler.abort(f"r{call.number}")
             return
-        self.scheduler.submit(Request(f"r{self.num_submitted}", call.prompt, SamplingLimits(call.max_new_tokens)))
+        self.scheduler.submit(EngineRequest(f"r{self.num_submitted}", call.prompt, SamplingLimits(call.max_new_tokens)))
         self.num_submitted += 1
 
     def step(self, step_calls: list[Call]) -> StepResult:

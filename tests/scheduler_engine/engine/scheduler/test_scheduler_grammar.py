@@ -19,7 +19,7 @@ from scheduler_components.waiting.thread_grammar_compiler import ThreadGrammarCo
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits, SamplingParams
 from scheduler_engine.engine.config import GrammarConfig, SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = [pytest.mark.threads, pytest.mark.ranks]
@@ -35,9 +35,9 @@ class Run(msgspec.Struct):
     stats: GrammarStats
 
 
-def request(rid: str, source: str) -> Request:
+def request(rid: str, source: str) -> EngineRequest:
     limits = SamplingLimits(max_new_tokens=2, ignore_eos=True)
-    return Request(rid, range(10), limits, sampling=SamplingParams(regex=source) if source else SamplingParams())
+    return EngineRequest(rid, range(10), limits, sampling=SamplingParams(regex=source) if source else SamplingParams())
 
 
 def test_ranks_admit_refuse_and_abort_together() -> None:
@@ -53,7 +53,7 @@ def test_ranks_admit_refuse_and_abort_together() -> None:
     def rank(groups: ParallelGroups) -> Run:
         parallel = ParallelState.from_tp_rank(groups.rank, tp_size=2)
         compiler = ThreadGrammarCompiler(open_backend=lambda: backends[groups.rank])
-        queue = GrammarQueue(compiler=compiler, queue=AgreedQueue[Request](name="grammar", max_wait_s=60.0))
+        queue = GrammarQueue(compiler=compiler, queue=AgreedQueue[EngineRequest](name="grammar", max_wait_s=60.0))
         scheduler = Scheduler.compose(
             SchedulerConfig(page_size=4, kv_tokens=256, grammar=GrammarConfig()),
             parallel,

@@ -40,14 +40,14 @@ from scheduler_engine.device.model_spec import TokenSpec
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_engine.engine.scheduler.request import Request, RequestState
+from scheduler_engine.engine.scheduler.request import EngineRequest, RequestState
 from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
 
 EOS = 3
 MODEL = RidModel(vocab_size=3, eos_token_id=EOS, mean_output_tokens=20)  # few words: outputs and prompts share
 
 
-def foretold(request: Request) -> tuple[tuple[int, ...], FinishReason]:
+def foretold(request: EngineRequest) -> tuple[tuple[int, ...], FinishReason]:
     """The tokens that a request generates if it is not aborted."""
     limits, tokens = request.limits, []
     for position in range(request.num_prompt_tokens, request.num_prompt_tokens + limits.max_new_tokens):
@@ -88,7 +88,7 @@ control_requests = st.one_of(
 )
 
 
-def progress(request: Request) -> tuple[int, int]:
+def progress(request: EngineRequest) -> tuple[int, int]:
     return len(request.token_ids), request.num_computed_tokens
 
 
@@ -125,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.quiesce = make_quiesce_stepper(self.scheduler, state, groups=ParallelGroups(), weights=SomeWeights())
         self.num_put_back = 0  # by pauses
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, EngineRequest] = {}
         self.streamed: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
 
@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         room = self.config.kv_tokens
         limits = SamplingLimits(max_new_tokens=min(max_new, room), stop_token_ids=stop, ignore_eos=ignore_eos)
         for prompt in prompts:
-            request = Request(f"r{len(self.requests)}", prompt[: room - limits.max_new_tokens + 1], limits)
+            request = EngineRequest(f"r{len(self.requests)}", prompt[: room - limits.max_new_tokens + 1], limits)
             self.scheduler.submit(request)
             self.requests[request.rid] = request
             self.streamed[request.rid] = []

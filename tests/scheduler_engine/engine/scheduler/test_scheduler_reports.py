@@ -18,7 +18,7 @@ from scheduler_components.values import ForwardPassMetrics, RequestSpan, SpanSta
 from scheduler_engine.device.device import DeviceOutput, ScheduledBatch
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
 
 
@@ -152,7 +152,7 @@ def test_each_batch_is_reported_to_planners_whose_fit_is_the_schedulers_own() ->
     )
     fit = PrefillLatencyFit()
     for length in (20, 37, 64, 61):
-        drain(scheduler, Request(f"r{length}", range(length), SamplingLimits(max_new_tokens=3)))
+        drain(scheduler, EngineRequest(f"r{length}", range(length), SamplingLimits(max_new_tokens=3)))
         scheduler.clear_cache()
     for metrics in passes.sent:
         fit.observe_metrics(decode_forward_pass(encode_forward_pass(metrics)))
@@ -196,7 +196,7 @@ def test_an_ended_request_has_a_span(make_bench: Callable) -> None:
     bench.submit("warm", range(9))
     bench.drain()
     parent = TraceParent("00-1")
-    request = Request("r", range(9), SamplingLimits(max_new_tokens=2))
+    request = EngineRequest("r", range(9), SamplingLimits(max_new_tokens=2))
     request.trace = parent
     bench.scheduler.submit(request)
     bench.drain()

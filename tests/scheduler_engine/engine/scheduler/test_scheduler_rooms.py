@@ -31,11 +31,11 @@ from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
 
 
-def wants(request: Request) -> bool:
+def wants(request: EngineRequest) -> bool:
     return request.rid.startswith("w")
 
 
@@ -58,7 +58,7 @@ class RoomedScheduler:
         policy: str = "fcfs",
     ) -> None:
         self.now_s = 0.0
-        self.room = ListedRoom[Request](wants=wants)
+        self.room = ListedRoom[EngineRequest](wants=wants)
         self.outputs = ListOutputSink()
         state = QuiesceState()
         self.scheduler = Scheduler.compose(
@@ -75,9 +75,9 @@ class RoomedScheduler:
             self.scheduler, state, groups=groups or ParallelGroups(), weights=AnyWeights()
         )
 
-    def submit(self, rid: str, timeouts: RequestTimeouts | None = None, max_new: int = 3) -> Request:
+    def submit(self, rid: str, timeouts: RequestTimeouts | None = None, max_new: int = 3) -> EngineRequest:
         limits = SamplingLimits(max_new_tokens=max_new, ignore_eos=True)
-        request = Request(rid, range(10), limits, timeouts=timeouts or RequestTimeouts())
+        request = EngineRequest(rid, range(10), limits, timeouts=timeouts or RequestTimeouts())
         self.scheduler.submit(request)
         return request
 
@@ -172,7 +172,7 @@ def test_a_refused_request_changes_nothing() -> None:
     with pytest.raises(QueueFullError, match="try again later"):
         it.submit("w2")
 
-    def refuse(request: Request) -> bool:
+    def refuse(request: EngineRequest) -> bool:
         raise ConfigError("json_schema", request.rid, "is no schema", "give one")
 
     it.room.wants = refuse

@@ -10,7 +10,7 @@ from scheduler_components.values import SessionParams
 from scheduler_engine.device.device import CostModel, SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import IntegrityConfig, SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0)
@@ -29,9 +29,9 @@ def a_scheduler() -> Scheduler:
 
 def serve(
     scheduler: Scheduler, rid: str, tokens: range, session: SessionParams | None = None, max_new_tokens: int = 4
-) -> Request:
+) -> EngineRequest:
     whole = tokens if session is None else scheduler.sessions.extend(session, tokens)
-    request = Request(rid, whole, SamplingLimits(max_new_tokens=max_new_tokens))
+    request = EngineRequest(rid, whole, SamplingLimits(max_new_tokens=max_new_tokens))
     scheduler.submit(request, session)
     drain(scheduler)
     return request
@@ -74,7 +74,7 @@ def test_a_replaced_turn_in_flight_is_aborted() -> None:
     scheduler.sessions.open("s", capacity_tokens=60)
     serve(scheduler, "r0", range(8), SessionParams("s"))
     params = SessionParams("s", rid="r0")
-    first = Request("r1", scheduler.sessions.extend(params, [1]), SamplingLimits(max_new_tokens=9))
+    first = EngineRequest("r1", scheduler.sessions.extend(params, [1]), SamplingLimits(max_new_tokens=9))
     scheduler.submit(first, params)
     second = serve(scheduler, "r2", range(2, 4), SessionParams("s", rid="r0", replace=True))
     assert str(first.finish_reason) == "abort"
