@@ -30,6 +30,7 @@ from benchmarks.policy_workload import (
     prompt,
 )
 from scheduler_components import ParallelState
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.scheduling.scheduling_policy import POLICY_NAMES, make_policy
 from scheduler_components.values import RequestHints
 from scheduler_components.waiting.lora_queue import LoraLimits, LoraQueue
@@ -38,7 +39,7 @@ from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "policies"
 NUM_WAITING = (0, 128, 10_000)

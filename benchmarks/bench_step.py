@@ -22,11 +22,12 @@ from scheduler_components.kv_events import open_event_publisher
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import open_shm_metrics_sink
 from scheduler_components.ports import MetricsSink, NullMetricsSink
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import IntegrityConfig, SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "step"
 RUNNING = (16, 64, 256)

@@ -245,8 +245,6 @@ def main() -> None:
 
 # --- the section ---
 
-__all__ = ["run_traffic"]
-
 NAME = "traffic"
 _SHAPE = "1 block"
 _KEPT = 10_000

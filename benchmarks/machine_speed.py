@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from statistics import median
 
-__all__ = ["measure_slowdown"]
-
 REFERENCE_S = 0.0012
 """Time of ``_work`` on the machine of the goals. It is derived, because that machine is not available any more: while
 ``_work`` took 2.4 ms, the limits of 138 rows took 1.99 times (median) what they took in the run of 0.3."""

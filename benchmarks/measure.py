@@ -14,8 +14,6 @@ from statistics import median
 
 import msgspec
 
-__all__ = ["Goal", "Measurement", "Scale", "measure_interleaved", "percentile", "ratio_of", "count_argument"]
-
 Samples = Sequence[float]
 """One value per turn. The turns of compared measurements belong together."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["REASONS"]
-
 REASONS: tuple[tuple[str, str], ...] = (
     (
         "policies: order and admission, (fcfs|priority), 128 waiting",

@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["PEERS", "Placeholders", "find_peers", "load_peer"]
-
 PEERS = {
     "SGLang": ("sglang.srt.disaggregation.kv_events", "BENCH_SGLANG_KV_EVENTS"),
     "vLLM": ("vllm.distributed.kv_events", "BENCH_VLLM_KV_EVENTS"),

@@ -23,20 +23,6 @@ import zmq
 from benchmarks.publishers import BenchmarkedPublisher, open_benchmarked_publisher
 from benchmarks.workloads import SHAPES
 
-__all__ = [
-    "Child",
-    "Delivery",
-    "LoopResult",
-    "LoopSpec",
-    "Replays",
-    "free_endpoints",
-    "join_replays",
-    "make_batch",
-    "run_loop",
-    "run_steps",
-    "start_child",
-]
-
 _ROOT = Path(__file__).parent.parent
 
 

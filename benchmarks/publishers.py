@@ -14,17 +14,6 @@ from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
-__all__ = [
-    "KIT",
-    "KIT_CACHE",
-    "KIT_INLINE",
-    "KIT_WITHOUT_IDLE",
-    "LIMIT",
-    "OFF",
-    "BenchmarkedPublisher",
-    "open_benchmarked_publisher",
-]
-
 KIT = "kit"
 """The kit's publishers with hand-made events, whose values are all validated."""
 

@@ -12,8 +12,6 @@ import msgspec
 
 from benchmarks.measure import Measurement
 
-__all__ = ["JsonReport", "JsonRow", "as_json", "as_table", "machine", "number_text", "read_json", "with_section"]
-
 _LIBRARIES = ("msgspec", "pyzmq", "prometheus-client")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from benchmarks.measure import Measurement
 
-__all__ = ["draw_scaling_plot"]
-
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 110, 40, 48
 _COLOURS = {"match": "#1b7f5c", "insert": "#2a5db0", "evict": "#b0522a"}

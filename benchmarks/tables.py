@@ -17,8 +17,6 @@ import msgspec
 from benchmarks.missed_goals import REASONS
 from benchmarks.report import JsonReport, JsonRow, number_text, read_json
 
-__all__ = ["AREAS", "Area", "areas", "section_pages", "unexplained", "with_areas", "worst_misses"]
-
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[1] / "docs" / "benchmark-results.md"
 SECTION_PAGES = PAGE.with_suffix("")

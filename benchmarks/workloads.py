@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["SHAPES", "Shape"]
-
 BLOCK_SIZE = 16
 _POOL_BLOCKS = 131_072
 """Blocks of a full pool: two million tokens."""

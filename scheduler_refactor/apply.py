@@ -10,8 +10,6 @@ from scheduler_refactor.recipe import Move, Prepare, Recipe, Rename, RenameFile,
 from scheduler_refactor.refusals import Refusal, RefusedError
 from scheduler_refactor.rename import rename_file, rename_member
 
-__all__ = ["apply_recipe", "apply_step"]
-
 
 def apply_recipe(tree: Mapping[str, str], recipe: Recipe) -> dict[str, str]:
     """Return the tree after all steps of a recipe.

@@ -11,18 +11,6 @@ from pathlib import PurePosixPath
 from scheduler_refactor.refusals import Refusals
 from scheduler_refactor.source_index import ClassSource, FunctionSource, ModuleSource
 
-__all__ = [
-    "annotation_names",
-    "check_body",
-    "check_evaluated_early",
-    "check_names",
-    "global_names",
-    "has_future_annotations",
-    "import_statements",
-    "is_builtin",
-    "module_bindings",
-]
-
 _PLAIN_DECORATORS = frozenset({"property", "staticmethod"})
 _OF_MODULE = frozenset({"__name__", "__file__", "__package__", "__doc__", "__spec__"})
 

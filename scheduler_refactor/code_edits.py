@@ -16,22 +16,6 @@ from scheduler_components._internal.extras import naming_extras
 with naming_extras:
     import libcst as cst
 
-__all__ = [
-    "add_delegates",
-    "add_imports",
-    "add_statements",
-    "append_functions",
-    "drop_base",
-    "drop_imports",
-    "find_class",
-    "insert_in_method",
-    "is_empty_class",
-    "lost_comments",
-    "parse_code",
-    "remove_class",
-    "take_functions",
-]
-
 TopStatement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
 _BLANK = cst.EmptyLine(indent=False)
 

@@ -15,8 +15,6 @@ import msgspec
 
 from scheduler_components.errors import ComponentError, ConfigError
 
-__all__ = ["Commit", "FileChange", "GitError", "GitRepository", "open_repository"]
-
 _SETTINGS = (f"core.hooksPath={os.devnull}", "core.fsmonitor=false", "log.showSignature=false")
 _OPTIONS = ("--no-replace-objects", *(option for setting in _SETTINGS for option in ("-c", setting)))
 """An object is what its name says, and no program of the repository runs."""

@@ -30,17 +30,6 @@ from scheduler_refactor.recording import (
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = [
-    "Harness",
-    "HarnessError",
-    "NotReproducibleError",
-    "Recorder",
-    "compare_versions",
-    "describe_error",
-    "play",
-    "replay_recordings",
-]
-
 W = TypeVar("W")
 T = TypeVar("T")
 

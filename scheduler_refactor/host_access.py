@@ -24,8 +24,6 @@ import msgspec
 
 from scheduler_refactor.source_index import FunctionNode, dotted_name
 
-__all__ = ["Access", "AccessKind", "AccessReader", "Escape", "Indirect", "Origin"]
-
 AccessKind: TypeAlias = Literal["read", "rebind", "mutate", "call", "invoke", "delete"]
 Via: TypeAlias = Literal["self", "alias", "getattr", "super", "class", "field", "parameter"]
 

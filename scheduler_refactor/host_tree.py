@@ -13,8 +13,6 @@ from scheduler_refactor.recipe import ClassRef
 from scheduler_refactor.refusals import Refusal, RefusedError
 from scheduler_refactor.source_index import ClassSource, SourceIndex, dotted_name
 
-__all__ = ["CallSite", "HostTree", "OtherUse", "class_of", "files_that_name", "find_in_tree"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:

@@ -16,8 +16,6 @@ import msgspec
 from scheduler_refactor.host_access import Access
 from scheduler_refactor.measurement import Measurement, MethodUse, Part
 
-__all__ = ["LeavePlan", "MethodGroup", "PortMember", "group_methods", "plan_leaving", "rebindings_after_start"]
-
 NeedKind: TypeAlias = Literal["fact", "late", "written", "method", "property", "unknown"]
 
 _REBINDING_COST = 2

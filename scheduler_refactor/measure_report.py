@@ -13,8 +13,6 @@ from scheduler_refactor.host_access import Access, AccessKind
 from scheduler_refactor.leave_order import LeavePlan, MethodGroup, PortMember, group_methods, plan_leaving
 from scheduler_refactor.measurement import Measurement, MethodUse
 
-__all__ = ["MeasureReport", "part_edges", "render_mermaid", "render_svg", "render_text"]
-
 _KINDS: tuple[tuple[str, AccessKind], ...] = (
     ("reads", "read"),
     ("rebinds", "rebind"),

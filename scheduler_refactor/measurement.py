@@ -24,18 +24,6 @@ from scheduler_refactor.source_index import (
     dotted_name,
 )
 
-__all__ = [
-    "InitOrder",
-    "InitStep",
-    "Measurement",
-    "MethodUse",
-    "NameReach",
-    "Override",
-    "Part",
-    "find_host",
-    "measure_host",
-]
-
 Role: TypeAlias = Literal["host", "mixin", "base", "subclass", "component", "function", "module"]
 
 

@@ -29,9 +29,6 @@ from types import CodeType, ModuleType
 from scheduler_components._internal.virtual_clock import VirtualClock
 from scheduler_components.errors import ConfigError
 
-__all__ = ["START_S", "ModuleTree", "parse_tree"]
-
-
 START_S = 1_700_000_000.0
 """The time of a tree at first, in seconds since 1970."""
 

@@ -23,8 +23,6 @@ from scheduler_refactor.source_index import (
 )
 from scheduler_refactor.text_edits import TextEdits
 
-__all__ = ["check_construction", "move_methods"]
-
 _LONGEST_ANNOTATION = 300
 _LOOKS_AT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 

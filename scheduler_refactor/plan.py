@@ -19,8 +19,6 @@ from scheduler_refactor.measurement import InitOrder, Measurement, find_host, me
 from scheduler_refactor.recipe import Accepted, ClassRef, ComponentField, Move, Port, Prepare
 from scheduler_refactor.source_index import ClassSource, ModuleSource, SourceIndex
 
-__all__ = ["MovePlanner"]
-
 
 @dataclass(slots=True, kw_only=True)
 class MovePlanner:

@@ -14,8 +14,6 @@ from scheduler_refactor.recipe import ComponentField, Port, Prepare
 from scheduler_refactor.refusals import Refusal, Refusals, RefusedError
 from scheduler_refactor.source_index import SourceIndex, parse_module
 
-__all__ = ["component_code", "construction_code", "prepare_component"]
-
 _LINE_LENGTH = 88
 
 

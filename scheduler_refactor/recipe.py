@@ -20,24 +20,6 @@ import msgspec
 
 from scheduler_components.errors import ConfigError
 
-__all__ = [
-    "RECIPE_FOLDER",
-    "Accepted",
-    "ClassRef",
-    "ComponentField",
-    "Move",
-    "Port",
-    "Prepare",
-    "Recipe",
-    "Rename",
-    "RenameFile",
-    "Replace",
-    "Step",
-    "read_recipe",
-    "recipe_path",
-    "write_recipe",
-]
-
 RECIPE_FOLDER = ".refactor"
 """The folder of the recipes, from the root of the repository."""
 

@@ -16,19 +16,6 @@ import msgspec
 
 from scheduler_components.errors import ConfigError, DecodeError
 
-__all__ = [
-    "RAISED",
-    "Coverage",
-    "Decoder",
-    "Difference",
-    "Emission",
-    "Recording",
-    "RecordingFile",
-    "first_difference",
-    "read_recordings",
-    "write_recordings",
-]
-
 RAISED = "raised"
 """The exit of an exception that ends a play."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from scheduler_components.errors import ComponentError
 from scheduler_refactor.recipe import Accepted
 
-__all__ = ["Refusal", "Refusals", "RefusedError"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:

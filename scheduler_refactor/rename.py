@@ -13,8 +13,6 @@ from scheduler_refactor.refusals import Refusals
 from scheduler_refactor.source_index import SourceIndex, absolute_module
 from scheduler_refactor.text_edits import TextEdits
 
-__all__ = ["rename_file", "rename_member"]
-
 
 def rename_member(tree: Mapping[str, str], step: Rename) -> dict[str, str]:
     """Return the tree in which a member of a class has its new name.

@@ -40,8 +40,6 @@ import msgspec
 from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.errors import ComponentError, ConfigError
 
-__all__ = ["Shadow", "ShadowStats", "Side"]
-
 logger = logging.getLogger(__name__)
 
 Side: TypeAlias = Literal["old", "new"]

@@ -14,16 +14,6 @@ from typing import TypeAlias
 
 from scheduler_components.errors import ConfigError
 
-__all__ = [
-    "ClassSource",
-    "FunctionSource",
-    "ModuleSource",
-    "SourceIndex",
-    "absolute_module",
-    "dotted_name",
-    "parse_module",
-]
-
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -9,17 +9,6 @@ from pathlib import Path
 from scheduler_components.errors import ConfigError
 from scheduler_refactor.recipe import Recipe, recipe_path, write_recipe
 
-__all__ = [
-    "commit_files",
-    "find_module_file",
-    "python_files",
-    "read_bytes",
-    "read_folder",
-    "read_text",
-    "write_changes",
-    "write_recipe_file",
-]
-
 
 def python_files(path: Path) -> list[Path]:
     """Return a file, or the Python files below a folder, sorted, without hidden folders.

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from scheduler_components.errors import ComponentError
 
-__all__ = ["TextEdits"]
-
 
 @dataclass(slots=True)
 class TextEdits:

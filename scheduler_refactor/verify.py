@@ -20,8 +20,6 @@ from scheduler_refactor.apply import apply_recipe
 from scheduler_refactor.git_repository import Commit, FileChange, GitRepository
 from scheduler_refactor.recipe import RECIPE_FOLDER, Recipe, Replace, read_recipe, recipe_path
 
-__all__ = ["CommitVerdict", "Residual", "find_residuals", "verify"]
-
 _ABSENT, _SUBMODULE = "000000", "160000"
 _FILE = "100644"
 

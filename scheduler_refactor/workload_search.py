@@ -12,8 +12,6 @@ from scheduler_refactor.recording import Coverage, Difference, Recording
 with naming_extras:
     from hypothesis import HealthCheck, Phase, given, settings
 
-__all__ = ["FoundDifference", "find_difference", "record_workloads"]
-
 W = TypeVar("W")
 
 

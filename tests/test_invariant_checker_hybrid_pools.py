@@ -20,8 +20,7 @@ from kit.hybrid_scheduler import (
 )
 from kit.variants import found, instead_of, variants
 
-from scheduler_components.values import AllocationRecord, PageHolding
-from scheduler_engine.engine.scheduler.request import RequestState
+from scheduler_components.values import AllocationRecord, PageHolding, RequestState
 
 
 class LeakyPages(HybridPages):

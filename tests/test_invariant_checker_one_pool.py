@@ -22,11 +22,11 @@ from scheduler_components.checks.pool_stats_observer import RadixCachePool
 from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.scheduling.request_kv_cache import KV_POOL, RequestKvCache
 from scheduler_components.scheduling.request_queues import RequestQueues
-from scheduler_components.values import AllocationRecord, FinishReason, PageHolding
+from scheduler_components.values import AllocationRecord, FinishReason, PageHolding, RequestState
 from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
 from scheduler_engine.engine.config import IntegrityConfig
 from scheduler_engine.engine.scheduler.integrity import RequestSlotPool
-from scheduler_engine.engine.scheduler.request import EngineRequest, RequestState
+from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 

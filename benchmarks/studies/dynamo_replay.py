@@ -46,28 +46,6 @@ from scheduler_engine.simulation import (
     parse_trace,
 )
 
-__all__ = [
-    "KIT_ROUTERS",
-    "MockerCost",
-    "RULES",
-    "Row",
-    "Setup",
-    "as_table",
-    "compare_kv_routers",
-    "compare_round_robin",
-    "as_rules_table",
-    "follow_dynamo",
-    "route_in_dynamo",
-    "engine_args",
-    "figures_of",
-    "figures_of_dynamo",
-    "has_dynamo_replay",
-    "replay_in_dynamo",
-    "replica_config",
-    "serve_in_kit",
-    "write_arrivals",
-]
-
 
 @attrs.frozen(kw_only=True)
 class MockerCost(CostModel):

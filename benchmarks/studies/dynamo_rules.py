@@ -29,8 +29,6 @@ from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.values import LoadSnapshot
 from scheduler_engine.simulation import SimulatedRequest
 
-__all__ = ["DynamoRules"]
-
 _ROUNDING = 1e-6  # blocks; costs are sums of fractions of a block
 
 

@@ -20,8 +20,6 @@ import zmq
 
 from scheduler_components.cache import hash_pages
 
-__all__ = ["DynamoSelector", "has_dynamo_selector", "open_dynamo_selector"]
-
 _MODEL = "routing"
 _PAUSE_S = 0.02
 _DEADLINE_S = 60.0

@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["DynamoTree", "has_dynamo"]
-
 _MODULE = "dynamo._core"
 
 

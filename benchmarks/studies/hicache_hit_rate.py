@@ -32,8 +32,6 @@ from scheduler_components.values.page_operations import (
 from scheduler_engine.device.hicache_sim import SimulatedHostPages
 from scheduler_engine.device.workload import TRACE_BLOCK_TOKENS, TraceRequest, open_trace, prompt_tokens
 
-__all__ = ["Found", "Sizes", "as_table", "find_in_device", "find_in_tiers", "unbounded_tokens"]
-
 _SETTLE_STEPS = 2  # one to start the transfers of the last request, one to end them
 
 

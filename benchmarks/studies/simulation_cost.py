@@ -26,8 +26,6 @@ from scheduler_engine.simulation import (
     open_trace,
 )
 
-__all__ = ["SimulationCost", "measure_simulation"]
-
 _ROOT = Path(__file__).parents[2]
 _STATUS = Path("/proc/self/status")
 

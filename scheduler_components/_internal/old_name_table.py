@@ -63,7 +63,7 @@ OLD_NAMES = {
     "scheduler_components.request_tracer": "scheduler_components.metrics.request_tracer",
     "scheduler_components.scheduling_policy": "scheduler_components.scheduling.scheduling_policy",
     "scheduler_components.session_kv_releaser": "scheduler_components.waiting.session_kv_releaser",
-    "scheduler_components.session_kv_releaser.SessionRequest": "scheduler_components.scheduling.request_kv_cache.KvRequest",
+    "scheduler_components.session_kv_releaser.SessionRequest": "scheduler_components.scheduling.request.Request",
     "scheduler_components.sessions": "scheduler_components.waiting.sessions",
     "scheduler_components.shm_board": "scheduler_components.metrics.shm_board",
     "scheduler_components.simulation": "scheduler_engine.simulation",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from scheduler_components.scheduling.request_kv_cache import KvRequest, RequestKvCache
+from scheduler_components.scheduling.request import Request
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.waiting.sessions import SessionTable
 
 __all__ = ["SessionKvReleaser"]
@@ -25,11 +26,11 @@ class SessionKvReleaser(Generic[Node]):
     kv: RequestKvCache[Node]
     sessions: SessionTable[Node]
 
-    def cache_unfinished(self, request: KvRequest[Node]) -> None:
+    def cache_unfinished(self, request: Request[Node]) -> None:
         """Insert the request's full pages into the cache."""
         self.kv.cache_unfinished(request)
 
-    def free(self, request: KvRequest[Node]) -> None:
+    def free(self, request: Request[Node]) -> None:
         """Release the pages of a request that has ended. Those of a turn stay locked by its session."""
         self.kv.free(request)
         if request.session_id is not None and request.finish_reason is not None:

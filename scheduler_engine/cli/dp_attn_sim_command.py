@@ -13,8 +13,6 @@ from scheduler_engine.cli.run_reporter import print_lines
 from scheduler_engine.cli.workload_driver import percentile
 from scheduler_engine.engine.dp_attn_sim import DpSimConfig, DpSimReport, simulate_dp_attn
 
-__all__ = ["dp_attn_sim", "format_dp_report"]
-
 
 def dp_attn_sim(
     *,

@@ -30,14 +30,6 @@ from scheduler_engine.device.hicache_sim import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "RunProgress",
-    "draw_divergence",
-    "hicache_sim",
-    "report_of",
-    "report_without",
-]
-
 _NUM_SAMPLES = 100
 _PROGRESS_EVERY_S = 10.0
 _BUSY = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=3.0, prefetch_threshold_pages=2)

@@ -17,13 +17,14 @@ import msgspec
 from scheduler_components import ParallelState
 from scheduler_components._internal.validators import integer_validator, number_validator
 from scheduler_components.agreement.thread_sync import ThreadSyncHub
+from scheduler_components.scheduling.composition import Clocks, SchedulerSinks
 from scheduler_components.scheduling.dp_attn import BatchShape, DpBatchSync, DpStats, PrefillDelayer, dp_rank_groups
 from scheduler_components.values import OutputBatch
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 __all__ = ["Arrival", "DpSimConfig", "DpSimReport", "make_arrivals", "simulate_dp_attn"]
 

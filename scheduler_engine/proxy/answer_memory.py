@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from scheduler_components import ComponentError
 
-__all__ = ["AnswerMemory", "AnswerMemoryError", "HeldAnswer"]
-
 _FREE_BYTES = 64 * 2**10
 
 

@@ -9,8 +9,6 @@ from scheduler_components import ConfigError
 from scheduler_components._internal.validators import integer_validator, number_validator
 from scheduler_components.kv_events import CurveClientKeys
 
-__all__ = ["ANSWER_TIMEOUT_S", "MAX_ENGINES", "MAX_REQUESTS", "POLL_INTERVAL_S", "ProxyConfig"]
-
 MAX_ENGINES = 256
 """Each has a thread that follows its streams, and is polled twice per ``poll_interval_s``."""
 

@@ -18,9 +18,7 @@ from scheduler_components import __version__
 from scheduler_engine.frontend.access import AccessPolicy, RouteAccess
 from scheduler_engine.frontend.http_access import AccessGuard, ApiRoute
 from scheduler_engine.proxy.http_fleet import Fleet, ProxiedEngine
-from scheduler_engine.proxy.http_proxy import FORWARDED_PATHS, GENERATING_PATHS, ProxyEndpoint
-
-__all__ = ["GENERATING_PATHS", "make_proxy_app", "proxy_status"]
+from scheduler_engine.proxy.http_proxy import FORWARDED_PATHS, ProxyEndpoint
 
 _MODELS = "/v1/models"
 

@@ -43,8 +43,6 @@ from scheduler_engine.proxy.http_replica import (
 )
 from scheduler_engine.proxy.routing_fields import MAX_KEY_CHARACTERS, RoutingFields
 
-__all__ = ["ProxiedEngine", "EngineState", "Fleet", "RequestRoute", "Replica", "ReplicaStats", "open_fleet"]
-
 _log = logging.getLogger("scheduler_components.proxy")
 
 _DEFAULT_PAGE_SIZE = 16

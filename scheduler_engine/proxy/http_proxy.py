@@ -32,8 +32,6 @@ from scheduler_engine.proxy.http_fleet import Fleet, ProxiedEngine, RequestRoute
 from scheduler_engine.proxy.http_replica import EngineDownError, ReplicaError
 from scheduler_engine.proxy.routing_fields import RoutingFields, read_routing_fields, read_session_id
 
-__all__ = ["FORWARDED_PATHS", "GENERATING_PATHS", "REPLICA_HEADER", "ProxyCounters", "ProxyEndpoint"]
-
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 
 OPEN_SESSION = "/open_session"

@@ -25,8 +25,6 @@ from scheduler_engine.proxy.answer_memory import HeldAnswer
 from scheduler_engine.proxy.config import ProxyConfig
 from scheduler_engine.proxy.routing_fields import MAX_HASHED_TOKENS
 
-__all__ = ["EngineClient", "EngineDownError", "ReplicaError", "open_engine_client"]
-
 _MAX_ANSWER_BYTES = 4 * 2**20
 """SGLang's ``/server_info`` with all flags and internal states has 20 KB."""
 

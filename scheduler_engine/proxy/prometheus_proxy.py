@@ -13,8 +13,6 @@ from observability.prometheus_schedulers import CatalogCollector, new_family
 from scheduler_engine.proxy.http_fleet import EngineState
 from scheduler_engine.proxy.http_proxy import ProxyEndpoint
 
-__all__ = ["ProxyCollector"]
-
 
 class ProxyCollector(CatalogCollector):
     """Exports ``kv_proxy_*``, and ``kv_proxy_replica_*`` with the number of the engine and the rank.

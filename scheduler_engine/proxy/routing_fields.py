@@ -14,8 +14,6 @@ import msgspec
 
 from scheduler_engine.frontend.http_body import BadBodyError
 
-__all__ = ["MAX_HASHED_TOKENS", "MAX_KEY_CHARACTERS", "RoutingFields", "read_routing_fields", "read_session_id"]
-
 _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _Tokens: TypeAlias = Annotated[list[_Token], msgspec.Meta(min_length=1)]
 _Prompt: TypeAlias = str | Annotated[list[str | _Token | _Tokens], msgspec.Meta(min_length=1)]

@@ -26,8 +26,6 @@ from scheduler_components._internal.virtual_clock import MAX_SPAN_S
 from scheduler_components.errors import ConfigError
 from scheduler_engine.simulation.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
-__all__ = ["ConversationWorkload", "draw_tokens", "generate_conversations"]
-
 _MAX_MEAN_TOKENS = 10_000_000  # a line of a trace has no longer prompt
 _MAX_COUNT = 10_000
 _MAX_SYSTEM_BLOCKS = 10_000_000  # ids that the system prompts keep in memory

@@ -61,8 +61,6 @@ from scheduler_engine.simulation.tiers import (
 )
 from scheduler_engine.simulation.virtual_page_mover import SimulatedStorage
 
-__all__ = ["EncodedEventSink", "ReplicaConfig", "ReplicaCounts", "SimulatedReplica"]
-
 
 def _check_policy(_: object, __: object, value: str) -> None:
     check_policy_name(value)

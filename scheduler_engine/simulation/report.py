@@ -9,19 +9,6 @@ import msgspec
 
 from scheduler_components.values import TierStats
 
-__all__ = [
-    "Distribution",
-    "ReplicaReport",
-    "SimulationReport",
-    "TenantReport",
-    "TimelinePoint",
-    "WallTime",
-    "distribution_of",
-    "encode_report",
-    "jain_index",
-    "percentile_of",
-]
-
 _PERCENTILES = 101
 _Value = TypeVar("_Value", int, float)
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["check_can_draw", "render_page"]
-
 _MAX_TENANTS = 20  # rows of a page; the report has all
 _CAUSES = ("preemption", "migration")
 _COLOURS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#0e7490", "#be185d", "#4b5563")

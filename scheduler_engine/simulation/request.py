@@ -16,8 +16,6 @@ from scheduler_components.values import (
 )
 from scheduler_engine.simulation.trace import TraceRequest, prompt_tokens
 
-__all__ = ["SimulatedRequest"]
-
 _NOT_CACHED = CachedTokens()
 
 

@@ -9,8 +9,6 @@ from scheduler_components.load import DispatchLedger
 from scheduler_components.values import LoadSnapshot
 from scheduler_engine.simulation.request import SimulatedRequest
 
-__all__ = ["LeastLoaded", "RoundRobin", "Router"]
-
 
 class Router(Protocol):
     """Chooses the replica of each request. ``Simulation`` calls it; time is virtual and comes with each call.

@@ -11,9 +11,6 @@ from scheduler_components._internal.validators import number_validator
 from scheduler_components.errors import ConfigError
 from scheduler_components.values import BatchShape, ScheduledBatch
 
-__all__ = ["CostModel", "HashedRequest", "SimulatedModel"]
-
-
 _cost = number_validator("is not a cost", or_zero=True, at_most=1e9)
 
 

@@ -46,8 +46,6 @@ from scheduler_engine.simulation.tiers import check_total_pages, make_storage
 from scheduler_engine.simulation.trace import TraceRequest
 from scheduler_engine.simulation.virtual_page_mover import SimulatedStorage
 
-__all__ = ["Outage", "Progress", "Scaling", "Simulation", "SimulationConfig"]
-
 _CONTROL, _TO_ROUTER, _ARRIVAL, _STEP = 0, 1, 1 << 40, (1 << 40) + 1
 """The order of what happens at one time. What several replicas report, and their steps, are
 further ordered by their index. So a replica that has run ahead reports in its turn."""

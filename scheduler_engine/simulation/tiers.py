@@ -21,16 +21,6 @@ from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixC
 from scheduler_components.values import TierStats
 from scheduler_engine.simulation.virtual_page_mover import SimulatedStorage, TransferLink, VirtualPageMover
 
-__all__ = [
-    "CountedHostPages",
-    "DeviceOnly",
-    "SimulatedTiers",
-    "TierConfig",
-    "check_num_pages",
-    "check_total_pages",
-    "make_storage",
-]
-
 _MAX_TIER_TOKENS = 2**34  # 2 PB at 131 KB per token
 
 _MAX_PAGES = 2**24

@@ -24,18 +24,6 @@ import msgspec
 from scheduler_components.errors import ConfigError
 from scheduler_components.values import RequestHints
 
-__all__ = [
-    "ARRIVAL_QUANTUM_S",
-    "TRACE_BLOCK_TOKENS",
-    "TraceRequest",
-    "TraceSummary",
-    "check_trace",
-    "open_trace",
-    "parse_trace",
-    "prompt_tokens",
-    "spread_arrivals",
-]
-
 TRACE_BLOCK_TOKENS = 512
 """Prompt tokens per hash id."""
 

@@ -40,8 +40,6 @@ from scheduler_components.values.page_operations import (
     WriteToStorage,
 )
 
-__all__ = ["SimulatedStorage", "TransferLink", "VirtualPageMover"]
-
 _SLICE_PAGES = 32  # pages per piece of a read, as in ThreadPageMover
 _MAX_LOAD_BACK_PAGES = 4096  # as in ThreadPageMover
 _NUM_LAYERS = 32  # of the model whose sizes ``CostModel`` and ``TierConfig`` have

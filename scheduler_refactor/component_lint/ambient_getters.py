@@ -16,8 +16,6 @@ from scheduler_refactor.component_lint.class_info import (
     root_name,
 )
 
-__all__ = ["AmbientGetters"]
-
 _SINGLETON_GETTERS = {"instance", "get_instance"}
 _GLOBAL_GETTER = re.compile(r"get_(global_\w+|(\w+_)?(singleton|instance))")
 _OF_TEXT = frozenset(dir(str))

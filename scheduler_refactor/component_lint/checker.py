@@ -12,8 +12,6 @@ import attrs
 from scheduler_components._version import __version__
 from scheduler_refactor.component_lint.rules import RULES, Limits, find_problems
 
-__all__ = ["ComponentChecker", "OptionParser"]
-
 
 class OptionParser(Protocol):
     """The method of flake8's ``OptionManager`` that the checker uses. flake8 has no type information."""

@@ -9,23 +9,6 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-__all__ = [
-    "CONSTRUCTORS",
-    "ClassInfo",
-    "ClassKind",
-    "FieldInfo",
-    "Function",
-    "ImportedNames",
-    "is_any",
-    "last_name",
-    "methods_of",
-    "names_bound_in",
-    "parameters_of",
-    "read_class",
-    "root_name",
-    "unquoted",
-]
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__attrs_post_init__")

@@ -30,8 +30,6 @@ from scheduler_refactor.component_lint.class_info import (
     unquoted,
 )
 
-__all__ = ["RULES", "Limits", "Problem", "LintRule", "find_problems"]
-
 
 class Problem(msgspec.Struct, frozen=True, order=True):
     """One violation of one rule.

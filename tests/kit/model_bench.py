@@ -27,6 +27,7 @@ from scheduler_components.hicache import (
     TorchDeviceMemory,
 )
 from scheduler_components.ports import CopyEvent, LayerDoneCounter, NullLayerDoneCounter, PageStore
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier, NearTie
 from scheduler_components.values import FinishReason, TierStats
 from scheduler_components.values.page_operations import (
@@ -53,7 +54,7 @@ from scheduler_engine.device.torch_device import TorchDevice
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.hicache_tiers import HiCacheTiers, TierLayerDoneCounter
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 4
 

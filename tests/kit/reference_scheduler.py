@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from scheduler_components import ParallelState
 from scheduler_components.ports import KvEventSink, OutputSink
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.testing import PagedModel, interfaces
 from scheduler_components.testing.fake_device import InstantDevice
 from scheduler_components.values import LoadSnapshot
@@ -15,7 +16,7 @@ from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 4
 

@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 
 from kit.rid_model import RidModel
 from scheduler_components import ConfigError, ParallelState
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.values import OutputBatch
 from scheduler_engine.device.device import CostModel, SimulatedDevice
 from scheduler_engine.engine.config import SchedulerConfig
@@ -25,7 +26,7 @@ from scheduler_engine.engine.messages import (
     unpack_tokens,
 )
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 from scheduler_engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_engine.frontend.frontend import Frontend
 from scheduler_engine.frontend.text_frontend import TextFrontend

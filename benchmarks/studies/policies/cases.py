@@ -13,8 +13,6 @@ from typing import TypeAlias
 
 import attrs
 
-__all__ = ["FACTORS", "STANDARD", "Case", "Factor", "Setting", "make_cases"]
-
 Setting: TypeAlias = int | float | str
 
 STANDARD: Mapping[str, Setting] = {

@@ -8,8 +8,6 @@ import attrs
 
 from benchmarks.studies.policies.study import Study
 
-__all__ = ["FINDINGS", "Finding"]
-
 REPORTED_TAX = {44_800: 0.0, 25_600: 0.322, 12_800: 0.579, 6_400: 0.788}
 """The recompute tax that vLLM's issue #54644 reports, by tokens of the pool: 2,800, 1,600, 800 and 400 blocks of 16."""
 

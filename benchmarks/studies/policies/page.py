@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from benchmarks.studies.policies.findings import FINDINGS, Finding
 from benchmarks.studies.policies.study import RunResult, Study
 
-__all__ = ["BLOCKS", "broken_findings", "with_blocks"]
-
 _WIDTH = 120
 _BLOCK = re.compile(r"(?s)(<!-- study: ([\w-]+) -->\n).*?(<!-- /study -->)")
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PLOTS", "digest_of", "draw"]
-
 _COLOURS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#0e7490")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _GREY = "#6b7280"

@@ -28,8 +28,6 @@ from scheduler_engine.simulation import (
 )
 from scheduler_engine.simulation.report import percentile_of
 
-__all__ = ["FIGURES", "RESERVATIONS", "RecordingRouter", "make_router", "percentile", "run_case"]
-
 FIGURES = {
     "finished": "requests that were served",
     "refused": "requests larger than the pool",

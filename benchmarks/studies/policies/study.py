@@ -17,8 +17,6 @@ from benchmarks.studies.policies.workloads import WorkloadFacts, describe, make_
 from scheduler_components.errors import ConfigError
 from scheduler_engine.simulation import TraceRequest
 
-__all__ = ["Done", "RunResult", "Study", "decode_study", "encode_study", "run_study"]
-
 _Settings = dict[str, int | float | str]
 
 

@@ -20,8 +20,6 @@ from scheduler_engine.simulation import (
 )
 from scheduler_engine.simulation.conversations import draw_tokens
 
-__all__ = ["CONVERSATIONS", "WorkloadFacts", "continued", "describe", "make_workload"]
-
 CONVERSATIONS = ConversationWorkload(
     seed=27,
     conversations_per_s=2.0,

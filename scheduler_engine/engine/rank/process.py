@@ -37,6 +37,7 @@ from scheduler_components.receiving.zmq_input_relay import (
     ZmqLeaderRelay,
 )
 from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.scheduling.dp_attn import DpBatchSync, dp_rank_groups
 from scheduler_components.values import ForwardPassMetrics
 from scheduler_components.waiting.grammar_queue import GrammarQueue
@@ -62,7 +63,7 @@ from scheduler_engine.engine.rank.rpc_handler import ProfiledDevice, RpcHandler
 from scheduler_engine.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 from scheduler_engine.engine.zmq_sockets import bind_pull, connect_push
 
 _STDIN = 0

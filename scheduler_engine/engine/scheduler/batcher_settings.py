@@ -15,8 +15,6 @@ from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRati
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
 
-__all__ = ["BatcherSettings", "make_ratio_tracker"]
-
 _SETTABLE = (
     "max_running_requests",
     "max_prefill_tokens",

@@ -9,8 +9,6 @@ from scheduler_components.values import BatchingStats
 from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.request_metrics import RequestMetrics
 
-__all__ = ["BatchingReport"]
-
 _PREEMPTED_BY = {
     "LatestArrival": "preempted_latest_arrival",
     "LeastRecomputation": "preempted_least_recomputation",

@@ -12,8 +12,6 @@ from scheduler_components.checks.pool_stats_observer import AuditedPool
 from scheduler_components.hicache import HiRadixCache
 from scheduler_components.values import TierStats
 
-__all__ = ["CacheTiers", "DeviceOnlyTiers", "PrefixCache"]
-
 PrefixCache: TypeAlias = RadixCache | HiRadixCache
 """Both offer the same methods to a request. A ``HiRadixCache`` also keeps pages that the device evicts."""
 

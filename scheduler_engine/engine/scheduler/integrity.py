@@ -18,8 +18,6 @@ from scheduler_engine.engine.config import IntegrityConfig
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_engine.engine.scheduler.request import EngineRequest
 
-__all__ = ["RequestSlotPool", "RequestsAndSessions", "compose_integrity"]
-
 REQUEST_SLOT_POOL = "req"
 
 

@@ -13,18 +13,12 @@ from scheduler_components.scheduling import request as scheduling
 from scheduler_components.values import (
     GrammarKey,
     RequestHints,
-    RequestState,
     RequestTimeouts,
     TokenOutput,
     TraceParent,
 )
 from scheduler_components.waiting.held_request import RequestGrammar
 from scheduler_engine.device.sampling import MAX_TOKEN_ID, SamplingLimits, SamplingParams, TokenLogprobs
-
-__all__ = [
-    "EngineRequest",
-    "RequestState",
-]
 
 _GREEDY = SamplingParams()
 _NO_HINTS = RequestHints()

@@ -13,14 +13,6 @@ from scheduler_components.values import GrammarKey
 from scheduler_engine.device.sampling import MAX_TOKEN_ID, SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 
-__all__ = [
-    "RequestTooLongError",
-    "check_grammar_served",
-    "check_request_fits",
-    "check_tokens_known",
-    "fitting_limits",
-]
-
 
 class RequestTooLongError(ConfigError):
     """The pool or the model's context cannot hold a request, even while no other runs."""

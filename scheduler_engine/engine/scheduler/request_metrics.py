@@ -18,8 +18,6 @@ from scheduler_components.values import FinishedRequest, FinishReason, ReceiverS
 from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.request_limits import RequestTooLongError
 
-__all__ = ["PriorityWaits", "RequestMetrics"]
-
 
 @dataclass(slots=True)
 class PriorityWaits:

@@ -91,8 +91,6 @@ from scheduler_engine.engine.scheduler.request_limits import (
 )
 from scheduler_engine.engine.scheduler.request_metrics import RequestMetrics
 
-__all__ = ["ROOM_POLL_S", "Clocks", "Scheduler", "SchedulerParts", "SchedulerSinks", "StepResult"]
-
 ROOM_POLL_S = 0.02
 """Time between two steps of a replica that only waits for rooms: short compared with compiling a grammar."""
 

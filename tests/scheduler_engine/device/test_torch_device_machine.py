@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from scheduler_components import CacheIntegrityError
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
-from scheduler_components.values import FinishReason
-from scheduler_engine.engine.scheduler.request import EngineRequest, RequestState
+from scheduler_components.values import FinishReason, RequestState
+from scheduler_engine.engine.scheduler.request import EngineRequest
 
 pytestmark = pytest.mark.model
 

@@ -8,18 +8,14 @@ import pytest
 
 from scheduler_components import BlockStored, EventBatch, KVCacheEvent, ParallelState
 from scheduler_components.kv_events import EventPublisher
+from scheduler_components.scheduling.composition import Clocks, SchedulerSinks
 from scheduler_components.testing import ListOutputSink
 from scheduler_components.values import KvMetrics, SchedulerStats
 from scheduler_engine.device.device import DeviceOutput, ScheduledBatch, SimulatedModel
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import (
-    Clocks,
-    Scheduler,
-    SchedulerSinks,
-    StepResult,
-)
+from scheduler_engine.engine.scheduler.scheduler import Scheduler, StepResult
 
 MODEL = SimulatedModel()
 

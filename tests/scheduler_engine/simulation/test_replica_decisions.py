@@ -32,6 +32,7 @@ from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.events import KVCacheEvent
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchLimits
+from scheduler_components.scheduling.composition import Clocks, SchedulerSinks
 from scheduler_components.scheduling.preemption_policy import PREEMPTION_POLICY_NAMES
 from scheduler_components.scheduling.scheduling_policy import POLICY_NAMES
 from scheduler_components.values import LoadSnapshot
@@ -40,7 +41,7 @@ from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
 from scheduler_engine.engine.scheduler.request_limits import check_request_fits
-from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 from scheduler_engine.simulation import (
     LeastLoaded,
     ReplicaConfig,

@@ -20,12 +20,13 @@ from scheduler_components.events import BlockRemoved, BlockStored, medium_group
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache
 from scheduler_components.hicache.prefetch_queue import PrefetchQueue
 from scheduler_components.kv_events import BatchDecoder
+from scheduler_components.scheduling.composition import Clocks
 from scheduler_components.values import CachedTokens, TierStats
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 from scheduler_engine.simulation import (
     Outage,
     ReplicaConfig,

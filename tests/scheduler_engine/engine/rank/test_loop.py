@@ -23,6 +23,7 @@ from scheduler_components.quiesce import QuiesceState
 from scheduler_components.receiving.recv_skipper import RecvSkipper
 from scheduler_components.receiving.zmq_input_relay import IdleSleeper, ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import (
     FinishReason,
@@ -60,7 +61,7 @@ from scheduler_engine.engine.rank.loop import CommandDecoder, Follower, Leader, 
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_engine.engine.rank.rpc_handler import RpcHandler
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.sockets
 

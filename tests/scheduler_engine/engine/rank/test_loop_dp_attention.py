@@ -35,6 +35,7 @@ from scheduler_components.receiving.zmq_input_relay import (
     ZmqInputSource,
 )
 from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.scheduling.dp_attn import DpBatchSync, dp_rank_groups
 from scheduler_components.testing import ListOutputSink
 from scheduler_engine.cli.engine_commands import EngineOptions, HiCacheOptions, engine_config
@@ -55,7 +56,7 @@ from scheduler_engine.engine.rank.loop import CommandDecoder, Leader, RankWorker
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_engine.engine.rank.rpc_handler import RpcHandler
 from scheduler_engine.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 from scheduler_engine.frontend.errors import EngineFailedError
 from scheduler_engine.frontend.frontend import GenerateReqInput
 

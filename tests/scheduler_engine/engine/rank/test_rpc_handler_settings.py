@@ -16,13 +16,14 @@ from scheduler_components import ConfigError, ParallelState
 from scheduler_components.internal_state import InternalState, StateValue
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.profiler_manager import ProfilerManager
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.values import KvMetrics
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import IntegrityConfig, SchedulerConfig
 from scheduler_engine.engine.rank.rpc_handler import RpcHandler
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 RAISE = CheckPolicy(action="raise", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 CONFIG = SchedulerConfig(

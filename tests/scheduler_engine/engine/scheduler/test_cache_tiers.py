@@ -25,6 +25,7 @@ from scheduler_components.hicache import (
     ThreadPageMover,
     WritePolicy,
 )
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.testing import ListOutputSink
 from scheduler_components.values import CachedTokens, SchedulerStats
 from scheduler_components.values.page_shape import PageShape
@@ -33,7 +34,7 @@ from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.hicache_tiers import HiCacheTiers
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
+from scheduler_engine.engine.scheduler.scheduler import Scheduler, StepResult
 
 SHAPE = PageShape(num_layers=1, layer_page_bytes=8)
 

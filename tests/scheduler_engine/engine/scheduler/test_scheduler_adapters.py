@@ -8,6 +8,7 @@ from kit.reference_scheduler import drain
 from scheduler_components import ParallelState
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixCache, RadixNode
 from scheduler_components.events import BlockStored
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.scheduling.request_kv_cache import RequestKvCache
 from scheduler_components.testing import ListEventSink
 from scheduler_components.values import RequestHints
@@ -16,7 +17,7 @@ from scheduler_engine.device.device import CostModel, SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 WEIGHTS = PrefixNamespace(extra_key="weight_version=2")
 PROMPT = range(1, 10)

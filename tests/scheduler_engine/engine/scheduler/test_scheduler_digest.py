@@ -16,18 +16,14 @@ from kit.digest_workloads import digest_of
 from kit.searches import num_examples
 
 from scheduler_components import ParallelState
+from scheduler_components.scheduling.composition import Clocks, SchedulerSinks
 from scheduler_components.testing.fakes import ListEventSink
 from scheduler_components.values import BatchingStats, LoadSnapshot, SchedulerStats
 from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import (
-    Clocks,
-    Scheduler,
-    SchedulerSinks,
-    StepResult,
-)
+from scheduler_engine.engine.scheduler.scheduler import Scheduler, StepResult
 
 MODEL = SimulatedModel(vocab_size=4)
 

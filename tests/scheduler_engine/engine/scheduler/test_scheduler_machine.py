@@ -18,6 +18,7 @@ from kit.searches import num_examples
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.quiesce import QuiesceState
+from scheduler_components.scheduling.composition import SchedulerSinks
 from scheduler_components.scheduling.request_kv_cache import pages_for
 from scheduler_components.testing import ListOutputSink
 from scheduler_components.values import (
@@ -32,6 +33,7 @@ from scheduler_components.values import (
     PauseGeneration,
     PauseMode,
     ReleaseMemory,
+    RequestState,
     ResumeMemory,
     RollBackWeights,
 )
@@ -40,8 +42,8 @@ from scheduler_engine.device.model_spec import TokenSpec
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_engine.engine.scheduler.request import EngineRequest, RequestState
-from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
+from scheduler_engine.engine.scheduler.request import EngineRequest
+from scheduler_engine.engine.scheduler.scheduler import Scheduler, StepResult
 
 EOS = 3
 MODEL = RidModel(vocab_size=3, eos_token_id=EOS, mean_output_tokens=20)  # few words: outputs and prompts share

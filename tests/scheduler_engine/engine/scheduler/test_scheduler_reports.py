@@ -10,6 +10,7 @@ from kit.reference_scheduler import drain
 
 from scheduler_components import AllBlocksCleared, CacheIntegrityError, ParallelState
 from scheduler_components.metrics.forward_pass_metrics import decode_forward_pass, encode_forward_pass
+from scheduler_components.scheduling.composition import Clocks, SchedulerSinks
 from scheduler_components.scheduling.dynamic_chunk_sizer import PrefillLatencyFit
 from scheduler_components.testing import VirtualClock
 from scheduler_components.testing.fake_device import InstantDevice as FunctionDevice
@@ -19,7 +20,7 @@ from scheduler_engine.device.device import DeviceOutput, ScheduledBatch
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
 class SpanList(ListSink[RequestSpan]):

@@ -11,6 +11,7 @@ from scheduler_components import ConfigError, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.errors import QueueFullError
 from scheduler_components.quiesce import QuiesceState
+from scheduler_components.scheduling.composition import Clocks, SchedulerSinks
 from scheduler_components.testing import ListOutputSink
 from scheduler_components.testing.thread_ranks import run_ranks
 from scheduler_components.values import (
@@ -32,7 +33,7 @@ from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_engine.engine.scheduler.request import EngineRequest
-from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
 def wants(request: EngineRequest) -> bool:
