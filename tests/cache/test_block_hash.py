@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 from scheduler_components import ConfigError
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, hash_pages
 from scheduler_components.cache.block_hash import pack_tokens, page_digests, unpack_tokens
-from scheduler_components.testing.golden import (
-    PageHashVector,
-    page_hash_vectors,
-)
+from scheduler_components.testing.golden import PageHashVector, page_hash_vectors
 
 TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

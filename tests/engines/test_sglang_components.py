@@ -29,10 +29,7 @@ from scheduler_components.load import open_zmq_load_reader
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 OWN = {"SGLANG_PLUGINS": "probe"}
-COMPOSED = {
-    "SGLANG_PLUGINS": "scheduler_components,probe",
-    "SCHEDULER_COMPONENTS_KV_EVENTS": '{"components": true}',
-}
+COMPOSED = {"SGLANG_PLUGINS": "scheduler_components,probe", "SCHEDULER_COMPONENTS_KV_EVENTS": '{"components": true}'}
 SMALL = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
 PAGE = 16
 DEADLINE_S = 120.0

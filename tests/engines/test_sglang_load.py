@@ -57,13 +57,7 @@ ACTIONS = (
 )
 # The operations of SGLang's scheduler and policies on the queue.
 STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(ACTIONS),
-        st.lists(REQUESTS, max_size=4),
-        st.integers(0, 30),
-        RATES,
-        st.booleans(),
-    ),
+    st.tuples(st.sampled_from(ACTIONS), st.lists(REQUESTS, max_size=4), st.integers(0, 30), RATES, st.booleans()),
     max_size=25,
 )
 

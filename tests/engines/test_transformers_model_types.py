@@ -79,11 +79,7 @@ def test_a_tested_type_gives_the_tokens_of_generate(model_type: str, tmp_path: P
         AutoModelForCausalLM.from_config(small_config(model_type)).save_pretrained(tmp_path)
     spec = inspect_model(tmp_path)
     pool = TorchDeviceMemory.allocate(
-        num_layers=spec.kv.num_layers,
-        num_pages=64,
-        page_size=4,
-        kv_heads=spec.kv.kv_heads,
-        head_dim=spec.kv.head_dim,
+        num_layers=spec.kv.num_layers, num_pages=64, page_size=4, kv_heads=spec.kv.kv_heads, head_dim=spec.kv.head_dim
     )
     scheduler = Scheduler.compose(
         SchedulerConfig(page_size=4, kv_tokens=256, chunk_tokens=7, tokens=spec.tokens),

@@ -152,9 +152,7 @@ class PlayedWorker:
         output, sampled = self._batches.pop(0)
         rids = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
-            req_ids=rids,
-            req_id_to_index={rid: index for index, rid in enumerate(rids)},
-            sampled_token_ids=sampled,
+            req_ids=rids, req_id_to_index={rid: index for index, rid in enumerate(rids)}, sampled_token_ids=sampled
         )
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:

@@ -48,9 +48,7 @@ class TwoControllers:
             proposals[at] = Proposal("step", step=self._step)
             proposals[at].clock(0.0)
             rank.fill(
-                proposals[at],
-                has_storage=self.has_storage[at],
-                load_back_budget_pages=self.load_back_budget_pages[at],
+                proposals[at], has_storage=self.has_storage[at], load_back_budget_pages=self.load_back_budget_pages[at]
             )
         agreed = self._sync.reduce(proposals)
         return [rank.apply(agreed[at]) for at, rank in enumerate(self.ranks)]

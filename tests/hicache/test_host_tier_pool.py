@@ -32,12 +32,7 @@ PAGES = 24
 
 def simulated_mover(rng: random.Random, rates: FaultRates) -> SimulatedMover:
     keys = KeySpace(
-        model="m",
-        dtype="d",
-        page_size=2,
-        layout="page_first",
-        placement=Placement(),
-        parallel=ParallelState.trivial(),
+        model="m", dtype="d", page_size=2, layout="page_first", placement=Placement(), parallel=ParallelState.trivial()
     )
     return SimulatedMover(rng=rng, rates=rates, store=MemoryPageStore(1 << 20), keys=keys)
 

@@ -75,10 +75,7 @@ def test_each_key_has_one_slice_and_one_writer_per_replica(
 
 @pytest.mark.soak
 @settings(deadline=None, max_examples=num_examples(3))
-@given(
-    one=st.tuples(SIZES, SIZES, SIZES, PLACEMENTS),
-    other=st.tuples(SIZES, SIZES, SIZES, PLACEMENTS),
-)
+@given(one=st.tuples(SIZES, SIZES, SIZES, PLACEMENTS), other=st.tuples(SIZES, SIZES, SIZES, PLACEMENTS))
 def test_engines_of_different_shape_share_a_key_only_for_the_same_slice(
     one: tuple[int, int, int, Placement], other: tuple[int, int, int, Placement]
 ) -> None:

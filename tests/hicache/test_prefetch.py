@@ -183,11 +183,7 @@ RATES = st.sampled_from([0.5, 1.0, 2.0])
 @example("timeout", (Reader(1, NEVER_ENDS), Reader(1, 1)), 2.0, [], 3)
 @example("wait_complete", (Reader(7, 1), Reader(7, 1)), 1.0, [True] * 12, 1)
 def test_no_request_waits_longer_than_its_policy_allows(
-    prefetch: str,
-    readers: tuple[Reader, Reader],
-    clock_rate: float,
-    are_aborted: list[bool],
-    num_steps_before: int,
+    prefetch: str, readers: tuple[Reader, Reader], clock_rate: float, are_aborted: list[bool], num_steps_before: int
 ) -> None:
     policy = HiCachePolicy(prefetch=prefetch, prefetch_timeout_s=BASE_S, prefetch_timeout_s_per_ki_token=PER_KI_TOKEN_S)
     ranks = Ranks(policy, [Reader(reader.query_steps, reader.page_steps) for reader in readers], clock_rate)

@@ -409,13 +409,7 @@ def test_each_page_is_stored_once_and_only_while_storage_is_attached() -> None:
 
 def test_check_compares_the_host_pages_with_the_count_of_used_pages() -> None:
     host, policy = SimulatedHostPages(4, rng=random.Random(0), failure=0.0), HiCachePolicy()
-    tiers = TierTree(
-        page_size=PAGE_SIZE,
-        capacity_tokens=8,
-        host=host,
-        num_host_pages=4,
-        record=False,
-    )
+    tiers = TierTree(page_size=PAGE_SIZE, capacity_tokens=8, host=host, num_host_pages=4, record=False)
     controller = HiCacheController(host=host, prefetches=ActivePrefetches(policy=policy, host=host))
     transfers = TierTransfers.over(tiers, controller, policy)
     transfers.check()

@@ -114,11 +114,7 @@ def main(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=60),
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=60)
         )
         world = world_rank_groups(
             ParallelState.from_tp_rank(rank, tp_size=size, attn_dp_size=dp_size, attn_cp_size=cp_size)

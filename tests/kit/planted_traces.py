@@ -23,7 +23,7 @@ REGISTERED = {
 
 _BY_FILE = {
     "kv_events/test_handover.py": {
-        "a_late_thread_is_counted_on": "test_a_thread_that_was_late_or_is_overdue_is_not_counted_on",
+        "a_late_thread_is_counted_on": "test_a_thread_that_was_late_or_is_overdue_is_not_counted_on"
     },
     "kv_events/test_replay.py": {
         "a_plain_answer_at_the_edge_of_the_buffer_gets_the_snapshot_again": (
@@ -56,7 +56,7 @@ _BY_FILE = {
     "kv_events/test_sequence_floor.py": {"a_truncated_floor_is_believed": "test_a_torn_floor_is_refused"},
     "kv_events/test_stream.py": {"a_drain_folds_one_batch": "test_one_drain_folds_what_a_pin_has_held_back"},
     "kv_events/test_stream_drain.py": {
-        "clients_that_are_gone_keep_their_answers": "test_a_client_that_is_gone_loses_its_answer",
+        "clients_that_are_gone_keep_their_answers": "test_a_client_that_is_gone_loses_its_answer"
     },
     "observability/jetstream/test_log_ownership.py": {
         "a_late_answer_looks_like_another_writer": (
@@ -101,10 +101,10 @@ _BY_FILE = {
     "observability/kv_stream/test_stream_cursor.py": {
         "the_extension_is_looked_for_once": (
             "test_a_silent_publisher_is_probed_for_the_extension_soon_because_it_may_be_slow"
-        ),
+        )
     },
     "observability/kv_stream/test_view.py": {
-        "snapshot_applied_without_clear": "test_locations_are_looked_up_again_after_a_clear_or_a_replacement",
+        "snapshot_applied_without_clear": "test_locations_are_looked_up_again_after_a_clear_or_a_replacement"
     },
     "observability/relay/test_source_merger.py": {
         "partial_is_published_as_whole": "test_the_stream_has_the_state_of_its_least_trusted_source",

@@ -62,11 +62,7 @@ class SessionDriver:
     def holdings(self) -> list[PageHolding]:
         return [
             PageHolding(
-                each.rid,
-                "request",
-                each.pages[each.num_cached_pages :],
-                each.pages[: each.num_cached_pages],
-                each.node,
+                each.rid, "request", each.pages[each.num_cached_pages :], each.pages[: each.num_cached_pages], each.node
             )
             for each in self.running.values()
         ]

@@ -15,11 +15,7 @@ from scheduler_components.kv_events.thread_backstop import Backstop
 
 RECEIVE_MS = 30_000
 LAST_PROBE = -1.0
-LOOPBACK: dict[str, Any] = {
-    "endpoint": "tcp://127.0.0.1:0",
-    "replay_endpoint": "tcp://127.0.0.1:0",
-    "bind": True,
-}
+LOOPBACK: dict[str, Any] = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
 
 
 Socket = zmq.Socket[bytes]

@@ -11,9 +11,7 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from observability import status_routes
-from scheduler_components.values import (
-    LoadSnapshot,
-)
+from scheduler_components.values import LoadSnapshot
 
 NOW = 1_700_000_000.0
 
@@ -49,10 +47,7 @@ def ask(
     **headers: str,
 ) -> httpx.Response:
     routes = status_routes(
-        engine or StatusEngine(),
-        registry=registry or CollectorRegistry(),
-        clock=lambda: NOW,
-        readiness=readiness,
+        engine or StatusEngine(), registry=registry or CollectorRegistry(), clock=lambda: NOW, readiness=readiness
     )
 
     async def request() -> httpx.Response:

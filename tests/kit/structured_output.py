@@ -57,10 +57,7 @@ async def expect_structured_output(app: object, engine: Engine) -> None:
 
 
 async def _expect_all_kinds(client: Any, plain: Any) -> None:
-    await asyncio.gather(
-        expect_person(client, temperature=0),
-        expect_person(client, temperature=1.0, n=2),
-    )
+    await asyncio.gather(expect_person(client, temperature=0), expect_person(client, temperature=1.0, n=2))
     stream = await client.chat.completions.create(**ASKED, response_format=format_of(PERSON), stream=True)
     events = [event async for event in stream]
     assert len(events) > 5

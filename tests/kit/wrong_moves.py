@@ -381,13 +381,7 @@ MISTAKES = (
         "from engine.text import label\n\nLIMIT = 3\n",
         True,
     ),
-    Mistake(
-        "another order of exceptions",
-        HOST,
-        f"{_CHECK}{_APPEND}",
-        f"{_APPEND}{_CHECK}",
-        True,
-    ),
+    Mistake("another order of exceptions", HOST, f"{_CHECK}{_APPEND}", f"{_APPEND}{_CHECK}", True),
     Mistake("another type of exception", HOST, "raise ValueError(", "raise RuntimeError(", True),
     Mistake(
         "a lost result",

@@ -152,11 +152,7 @@ def test_a_late_thread_receives_the_requests_that_publish_does_not(
 
 @pytest.mark.usefixtures("sleeping")
 def test_a_late_thread_serves_the_clients_that_publish_leaves_to_it(
-    opened: Open,
-    open_socket: OpenSocket,
-    clock: list[float],
-    eventually: Eventually,
-    monkeypatch: pytest.MonkeyPatch,
+    opened: Open, open_socket: OpenSocket, clock: list[float], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_turn = stream_drain.ReplayServer.serve_turn
 

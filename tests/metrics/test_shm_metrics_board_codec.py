@@ -17,13 +17,7 @@ from scheduler_components import DecodeError, ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.metrics.request_times import Histogram, LatencyHistograms
 from scheduler_components.metrics.shm_metrics_board import decode_report, encode_report
-from scheduler_components.values import (
-    AdapterLoad,
-    HistogramSnapshot,
-    LoadSnapshot,
-    LoraLoad,
-    SchedulerStats,
-)
+from scheduler_components.values import AdapterLoad, HistogramSnapshot, LoadSnapshot, LoraLoad, SchedulerStats
 
 LABELS = ParallelState().metric_labels
 S = TypeVar("S", bound=msgspec.Struct)

@@ -10,11 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, DecodeError
-from scheduler_components.metrics.zmq_kv_metrics import (
-    decode_kv_metrics,
-    encode_kv_metrics,
-    parse_kv_metrics_endpoint,
-)
+from scheduler_components.metrics.zmq_kv_metrics import decode_kv_metrics, encode_kv_metrics, parse_kv_metrics_endpoint
 from scheduler_components.values import KvMetrics
 
 counts = st.integers(0, 2**40)

@@ -104,11 +104,7 @@ print(len(before), board.read() == before, board.failed_reads)
 
 @pytest.mark.parametrize("damage", [*DAMAGES, *REPLACEMENTS])
 def test_a_damaged_page_is_dropped_and_its_last_good_report_stays(
-    tmp_path: Path,
-    codec: Codec,
-    report: MakeReport,
-    damage: Damage,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, codec: Codec, report: MakeReport, damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
     pages = [open_shm_page_writer(tmp_path, rank, codec) for rank in range(2)]
     board = ShmBoard(directory=tmp_path, num_ranks=2, codec=codec)

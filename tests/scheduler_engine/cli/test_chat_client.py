@@ -16,12 +16,7 @@ from rich.console import Console
 from scheduler_components import StartError
 from scheduler_components.values import CachedTokens
 from scheduler_engine.cli.chat_client import AnswerStats
-from scheduler_engine.cli.chat_command import (
-    ChatOptions,
-    find_default_model,
-    format_answer_stats,
-    run_chat,
-)
+from scheduler_engine.cli.chat_command import ChatOptions, find_default_model, format_answer_stats, run_chat
 
 
 async def given(*questions: str) -> AsyncIterator[str]:

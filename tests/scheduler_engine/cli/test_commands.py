@@ -36,10 +36,7 @@ MISTAKES = [
     (["serve", "--kv-events-config", '{"publisher": "zmqq"}'], "did you mean 'zmq'"),
     (["serve", "--kv-events-config", '{"publisher": "zmq", "endpont": "tcp://*:1"}'], "did you mean"),
     (["serve", "--kv-events-config", '{"publisher": "zmq", "endpoint": "tcp://*:65535"}'], "65535"),
-    (
-        ["serve", "--kv-events-config", '{"publisher": "zmq", "replay_endpoint": "tcp://*:5558"}'],
-        "overlaps",
-    ),
+    (["serve", "--kv-events-config", '{"publisher": "zmq", "replay_endpoint": "tcp://*:5558"}'], "overlaps"),
     (["serve", "--kv-events-config", '{"publisher": "zmq", "load_endpoint": "inproc://load"}'], "load_endpoint"),
     (["demo", "--requests", "0"], "num_requests=0"),
     (["demo", "--chats-per-s", "0"], "chats_per_s=0"),

@@ -207,9 +207,7 @@ class Clears(NullStreamListener):
         self.num_clears += sum(isinstance(event, AllBlocksCleared) for event in batch.events)
 
 
-def test_sigterm_lets_open_requests_end_refuses_others_and_clears_its_stream(
-    tmp_path: Path,
-) -> None:
+def test_sigterm_lets_open_requests_end_refuses_others_and_clears_its_stream(tmp_path: Path) -> None:
     """On an engine with keys, which are not in the list of processes."""
     (tmp_path / "key").write_text("client-key\n")
     (tmp_path / "admin").write_text("admin-key\n")

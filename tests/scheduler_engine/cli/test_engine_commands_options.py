@@ -16,13 +16,7 @@ from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_engine.cli import engine_commands
 from scheduler_engine.cli.commands import COMMANDS, make_app
-from scheduler_engine.cli.engine_commands import (
-    DemoOptions,
-    EngineOptions,
-    HiCacheOptions,
-    ModelOptions,
-    engine_config,
-)
+from scheduler_engine.cli.engine_commands import DemoOptions, EngineOptions, HiCacheOptions, ModelOptions, engine_config
 from scheduler_engine.device.model_spec import KvShape, ModelSpec, TokenSpec
 from scheduler_engine.engine.config import (
     DEFAULT_HOST,

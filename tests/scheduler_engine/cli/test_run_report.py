@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observability.kv_stream import StreamState, StreamStats
-from scheduler_engine.cli.run_report import (
-    ObservedStream,
-    PortProbe,
-    RunFacts,
-    RunReport,
-    TextComparison,
-    verify,
-)
+from scheduler_engine.cli.run_report import ObservedStream, PortProbe, RunFacts, RunReport, TextComparison, verify
 from scheduler_engine.cli.workload_driver import WorkloadCounters
 from scheduler_engine.engine.messages import CacheDump, pack_hashes
 

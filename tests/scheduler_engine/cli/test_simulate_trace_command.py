@@ -11,11 +11,7 @@ import pytest
 
 from observability.routing import PickerName
 from scheduler_engine.cli.commands import run_command
-from scheduler_engine.cli.simulate_trace_command import (
-    parse_outage,
-    parse_scaling,
-    parse_seconds,
-)
+from scheduler_engine.cli.simulate_trace_command import parse_outage, parse_scaling, parse_seconds
 from scheduler_engine.simulation import Outage, Scaling
 
 
@@ -60,10 +56,7 @@ def test_sizes_of_the_host_tier_are_compared(trace: Path, capsys: pytest.Capture
     sizes = ("--kv-tokens", 800, "--replicas", 1, "--host-tokens", 0, "--host-tokens", 8000, "--storage-latency", "2ms")
     assert simulate(trace, *sizes, "--json") == (0, "")
     without, with_host = (json.loads(each) for each in capsys.readouterr().out.splitlines())
-    assert (without["title"], with_host["title"]) == (
-        "fcfs, round-robin, no host",
-        "fcfs, round-robin, host 8,000",
-    )
+    assert (without["title"], with_host["title"]) == ("fcfs, round-robin, no host", "fcfs, round-robin, host 8,000")
     assert set(without["hit_rate"]) == {"device"}
     assert set(with_host["hit_rate"]) == {"device", "host"}
     assert with_host["settings"]["host_tokens"] == 8000

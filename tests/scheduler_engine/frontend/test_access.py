@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_engine.frontend.access import (
-    ANY_HOST,
-    AccessPolicy,
-    Headers,
-    RouteAccess,
-    is_loopback,
-)
+from scheduler_engine.frontend.access import ANY_HOST, AccessPolicy, Headers, RouteAccess, is_loopback
 
 CLIENT, ADMIN, PUBLIC = RouteAccess.CLIENT, RouteAccess.ADMIN, RouteAccess.PUBLIC
 BROWSER = b"Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/120.0 Safari/537.36"

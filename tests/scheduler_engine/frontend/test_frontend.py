@@ -60,10 +60,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 async def test_a_request_is_submitted_once_and_gets_its_deltas_in_order() -> None:
     frontend, (leader,) = make_front()
-    async with (
-        frontend.open_request(make_request("a")) as first,
-        frontend.open_request(make_request("b")) as second,
-    ):
+    async with frontend.open_request(make_request("a")) as first, frontend.open_request(make_request("b")) as second:
         frontend.process_outputs(OutputBatch(0, (output("a", 1), output("b", 2))))
         frontend.process_outputs(OutputBatch(0, (output("a", 3, FinishReason.LENGTH),)))
         frontend.process_outputs(OutputBatch(0, (output("b", 4, FinishReason.STOP),)))

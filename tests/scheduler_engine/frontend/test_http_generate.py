@@ -20,17 +20,10 @@ from scheduler_components.values import (
     TokenOutput,
     TraceParent,
 )
-from scheduler_engine.engine.messages import (
-    AbortRequest,
-    RequestRefused,
-    SubmitRequest,
-    unpack_tokens,
-)
+from scheduler_engine.engine.messages import AbortRequest, RequestRefused, SubmitRequest, unpack_tokens
 from scheduler_engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_engine.frontend.frontend import Frontend
-from scheduler_engine.frontend.http_generate import (
-    GenerateEndpoint,
-)
+from scheduler_engine.frontend.http_generate import GenerateEndpoint
 from scheduler_engine.frontend.text_frontend import TextFrontend
 from scheduler_engine.text.word_tokenizer import WordTokenizer
 

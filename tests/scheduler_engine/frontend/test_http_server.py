@@ -251,9 +251,7 @@ def test_a_stream_whose_client_has_gone_is_not_logged(caplog: pytest.LogCaptureF
     assert caplog.records == []
 
 
-def test_invalid_requests_are_logged_once_and_errors_of_an_application_always(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_invalid_requests_are_logged_once_and_errors_of_an_application_always(caplog: pytest.LogCaptureFixture) -> None:
     async def fail(_: Request) -> PlainTextResponse:
         raise ZeroDivisionError
 

@@ -54,11 +54,7 @@ def test_a_completion_has_openais_defaults() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "limit"),
-    [
-        ({"max_tokens": 3}, 3),
-        ({"max_completion_tokens": 4}, 4),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, 4),
-    ],
+    [({"max_tokens": 3}, 3), ({"max_completion_tokens": 4}, 4), ({"max_tokens": 3, "max_completion_tokens": 4}, 4)],
 )
 def test_the_newer_name_of_the_limit_takes_precedence(fields: dict[str, int], limit: int) -> None:
     assert chat(**fields).params().max_new_tokens == limit
