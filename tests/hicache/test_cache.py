@@ -91,19 +91,6 @@ def test_a_node_without_a_host_copy_is_dropped_at_eviction() -> None:
     assert it.host.pool.num_free == 8
 
 
-def test_write_back_copies_the_pages_that_are_evicted_next() -> None:
-    it = six_pages(HiCachePolicy(write="write_back", clean_ahead_pages=2))
-    it.compute(0, 3)
-    it.end_copies_and_step()
-    assert it.pages_on() == (3, 0, 0)  # there is room enough
-    it.compute(1, 2)
-    it.end_copies_and_step()
-    it.end_copies_and_step()
-    assert it.pages_on() == (5, 3, 0)
-    it.cache.evict(3)
-    assert it.pages_on() == (2, 3, 0)
-
-
 def test_a_host_tier_has_at_least_one_page() -> None:
     host = SimulatedHostPages(1, rng=random.Random(0), failure=0.0)
     assert HiRadixCache(page_size=1, capacity_tokens=4, host=host, num_host_pages=1).num_pages_on(Tier.HOST) == 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
 
-from scheduler_components import CacheIntegrityError, ConfigError
+from scheduler_components import CacheIntegrityError
 from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.hicache.ack_queue import AckQueue
@@ -316,23 +316,3 @@ def test_an_event_of_a_settled_prefetch_is_an_error() -> None:
     ranks = TwoRanks(HiCachePolicy())
     with pytest.raises(CacheIntegrityError, match="not under way"):
         ranks.controllers[0].handle(ReadDone(7))
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("write", "write_sideways"),
-        ("prefetch", "sometimes"),
-        ("prefetch_threshold_pages", 0),
-        ("clean_ahead_pages", -1),
-        ("load_threshold_pages", True),
-        ("prefetch_retry_steps", -1),
-        ("prefetch_max_retries", 0.5),
-        ("prefetch_timeout_s", float("nan")),
-        ("prefetch_timeout_s_per_ki_token", -0.1),
-    ],
-)
-def test_an_invalid_policy_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ConfigError) as raised:
-        HiCachePolicy(**{field: value})
-    assert raised.value.field == field

@@ -27,6 +27,10 @@ def test_a_timeout_grows_with_the_tokens_that_are_read(num_tokens: int, max_wait
         ("clean_ahead_pages", 0),
         ("prefetch_retry_steps", -1),
         ("prefetch_timeout_s", math.inf),
+        ("prefetch_timeout_s_per_ki_token", -0.1),
+        ("prefetch_threshold_pages", 0),
+        ("load_threshold_pages", True),
+        ("prefetch_max_retries", 0.5),
     ],
 )
 def test_an_invalid_value_is_refused_by_its_field(field: str, value: object) -> None:

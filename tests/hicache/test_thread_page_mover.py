@@ -186,19 +186,6 @@ class WrongPagesStore:
         raise OSError("away")
 
 
-@pytest.mark.parametrize("answer", [lambda: None, lambda: b"half", lambda: bytes(1000)])
-def test_a_bad_store_is_a_miss(eventually: Eventually, answer: Callable[[], PageBytes | None]) -> None:
-    with opened() as rank:
-        rank.mover.attach(WrongPagesStore(answer), deadline_s=10)
-        rank.step()
-        rank.cache.prefetch_queue.start("r", prompt(0, 6))
-        eventually(lambda: rank.prepared("r", 0, 6))
-        assert rank.cached_pages(0, 6) == 0
-        assert rank.cache.stats().prefetches_revoked == 1
-        reads, _ = rank.mover.storage_stats()
-        assert reads.pages_missed == 6
-
-
 def test_a_stalled_store_delays_no_step_beyond_its_deadline(eventually: Eventually) -> None:
     released = threading.Event()
 

@@ -399,12 +399,3 @@ def test_a_stream_outside_the_plan_has_no_endpoint(index: int) -> None:
     for ask in (plan.event_endpoint, plan.replay_endpoint, plan.load_endpoint):
         with pytest.raises(ConfigError, match="give 0 to 1"):
             ask(index)
-
-
-@settings(deadline=None)
-@given(any_endpoint=endpoints(), tcp=tcp_endpoints(), local=local_endpoints())
-def test_tcp_endpoints_have_a_port_and_local_ones_have_none(
-    any_endpoint: Endpoint, tcp: Endpoint, local: Endpoint
-) -> None:
-    assert any_endpoint.transport in ("tcp", "ipc", "inproc")
-    assert (tcp.port is None, local.port is None) == (False, True)

@@ -297,14 +297,6 @@ def test_an_answer_covers_the_batches_sent_before_its_request() -> None:
     assert numbers(answer(cursors)) == [0, 1, -1]
 
 
-def test_asking_again_starts_over() -> None:
-    cursors = cursors_of(stream_of(3))
-    ask(cursors, 0)
-    cursors.on_sent(b"c")
-    ask(cursors, 2)
-    assert numbers(answer(cursors)) == [2, -1]
-
-
 def test_a_plain_client_overtaken_by_the_replay_buffer_gets_the_snapshot() -> None:
     stream = stream_of(3, max_steps=3)
     cursors = cursors_of(stream)

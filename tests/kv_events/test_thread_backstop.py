@@ -62,26 +62,6 @@ def backstop(scheduler: Scheduler, naps: None) -> Iterator[Backstop]:
     assert backstop.stop(10.0)
 
 
-def test_it_polls_once_more_after_it_has_stopped_deferring(backstop: Backstop, scheduler: Scheduler) -> None:
-    assert backstop.watch()
-    assert scheduler.sleeps.wait(30.0)
-    assert scheduler.notes[-2:] == ["stop deferring", "look"]
-    assert scheduler.notes.count("stop deferring") == 1
-
-
-def test_a_batch_just_before_it_sleeps_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
-    def look() -> float:
-        """Find a batch once, at the last poll."""
-        is_last = scheduler.notes[-2:] == ["stop deferring", "look"]
-        return SOON_S if is_last and scheduler.notes.count("stop deferring") == 1 else math.inf
-
-    scheduler.look = look
-    backstop.watch()
-    while scheduler.notes.count("stop deferring") < 2:
-        assert scheduler.sleeps.wait(30.0)
-    assert scheduler.notes.count("look") > 3
-
-
 def test_to_wake_it_does_not_hand_it_the_interpreter(
     backstop: Backstop, scheduler: Scheduler, eventually: Eventually
 ) -> None:
@@ -99,13 +79,6 @@ def test_to_wake_it_does_not_hand_it_the_interpreter(
             assert scheduler.sleeps.wait(30.0)
     finally:
         sys.setswitchinterval(interval_s)
-
-
-def test_it_wakes_again(backstop: Backstop, scheduler: Scheduler, eventually: Eventually) -> None:
-    backstop.watch()
-    assert scheduler.sleeps.wait(30.0)
-    looks = scheduler.notes.count("look")
-    eventually(lambda: backstop.watch() and scheduler.notes.count("look") > looks)
 
 
 @pytest.mark.parametrize("moment", ["in a nap", "after the last nap", "fast asleep"])
@@ -171,7 +144,8 @@ def test_a_descriptor_that_becomes_readable_wakes_it(scheduler: Scheduler, event
     backstop.start()
     try:
         os.write(writer, b"!")
-        eventually(lambda: "look" in scheduler.notes)
+        eventually(lambda: scheduler.late_s)
+        assert scheduler.late_s[0] == 0.0, "a poll after a client's request is not late"
     finally:
         assert backstop.stop(10.0)
         os.close(reader)
@@ -254,20 +228,6 @@ def test_only_a_long_wait_ends_when_a_peer_asks(
         assert (wait_s * 1e3 in waits) == (wait_s == WATCHES_S)
         os.write(writer, b"!")
         eventually(lambda: len(scheduler.notes) > 4)
-    finally:
-        assert backstop.stop(10.0)
-        os.close(reader)
-        os.close(writer)
-
-
-def test_a_poll_after_a_clients_request_is_not_late(scheduler: Scheduler, eventually: Eventually) -> None:
-    reader, writer = os.pipe()
-    backstop = Backstop(scheduler, watched_fds=(reader,), name="backstop-under-test")
-    backstop.start()
-    try:
-        os.write(writer, b"!")
-        eventually(lambda: scheduler.late_s)
-        assert scheduler.late_s[0] == 0.0
     finally:
         assert backstop.stop(10.0)
         os.close(reader)

@@ -16,7 +16,6 @@ from kit.events import numbered_batch
 from scheduler_components import (
     AllBlocksCleared,
     BlockRemoved,
-    BlockStored,
     ConfigError,
     ForkedPublisherError,
     KVCacheEvent,
@@ -66,6 +65,8 @@ def test_rank_offsets_both_ports_and_is_stamped(
         attn_dp_rank=2, endpoint=f"tcp://127.0.0.1:{base}", replay_endpoint=f"tcp://127.0.0.1:{base + 3}"
     )
     assert publisher.endpoint == f"tcp://127.0.0.1:{base + 2}"
+    assert publisher.endpoint == ZmqEventPublisher.offset_endpoint_port(f"tcp://127.0.0.1:{base}", 2)
+    assert ZmqEventPublisher.offset_endpoint_port(None, 2) is None
     assert publisher.replay_endpoint == f"tcp://127.0.0.1:{base + 5}"
     publisher.publish(numbered_batch(1))
     stored = ask_replay(publisher.replay_endpoint, bytes(8))
@@ -107,15 +108,6 @@ def test_inline_every_call_sends_its_batch(opened: Open, subscribe: Subscribe, c
     assert [number_of(subscriber.recv_multipart()) for _ in range(500)] == list(range(500))
 
 
-@pytest.mark.parametrize("max_queue_size", [1, 3])
-def test_a_burst_is_sent_before_it_overflows(opened: Open, max_queue_size: int) -> None:
-    publisher = opened(max_queue_size=max_queue_size)
-    for number in range(50):
-        publisher.publish(numbered_batch(number))
-    assert publisher.close(10.0).batches_handed_over == 50
-    assert publisher.stats().batches_collapsed == 0
-
-
 def test_a_late_joiner_catches_up_by_replay(opened: Open, ask_replay: Ask) -> None:
     publisher = opened()
     for number in range(300):
@@ -128,81 +120,6 @@ def test_a_late_joiner_catches_up_by_replay(opened: Open, ask_replay: Ask) -> No
 def test_a_req_socket_is_answered_too(opened: Open, ask_replay: Ask) -> None:
     publisher = opened()
     assert ask_replay(publisher.replay_endpoint, bytes(8), kind=zmq.REQ) == [[publisher.END_SEQ, b""]]
-
-
-def test_topic_framing(opened: Open, ask_replay: Ask) -> None:
-    publisher = opened(replay_framing="topic", topic="t")
-    publisher.publish(numbered_batch(5))
-    stored, end = ask_replay(publisher.replay_endpoint, bytes(8))
-    assert stored[:3] == [b"", b"t", bytes(8)]
-    assert end == [b"", b"", publisher.END_SEQ, b""]
-
-
-@pytest.mark.parametrize("request_bytes", [b"", b"\x00" * 7, b"\x00" * 37, b"\xff" * 8])
-def test_any_odd_request_gets_the_end_marker(opened: Open, ask_replay: Ask, request_bytes: bytes) -> None:
-    publisher = opened()
-    publisher.publish(numbered_batch(1))
-    assert ask_replay(publisher.replay_endpoint, request_bytes) == [[b"", publisher.END_SEQ, b""]]
-
-
-def test_a_slow_client_gets_a_complete_long_replay(
-    opened: Open, open_socket: Callable[[int], zmq.Socket[bytes]]
-) -> None:
-    publisher = opened()
-    blocks = KVEventBatch(1.0, (BlockStored(tuple(range(20)), None, tuple(range(320)), 16, None),))
-    for _ in range(3_000):
-        publisher.publish(blocks)
-    client = open_socket(zmq.DEALER)
-    client.setsockopt(zmq.RCVHWM, 10)
-    client.connect(publisher.replay_endpoint or "")
-    client.send_multipart([b"", bytes(8)])
-    first = client.recv_multipart()
-    # The client does not read, so both queues fill; the publisher continues to work.
-    for _ in range(200):
-        publisher.publish(blocks)
-    numbers = [int.from_bytes(first[-2], "big", signed=True)]
-    while numbers[-1] != -1:
-        numbers.append(int.from_bytes(client.recv_multipart()[-2], "big", signed=True))
-    assert numbers == [*range(3_000), -1]
-
-
-def test_replay_goes_on_while_the_scheduler_ticks(opened: Open, ask_replay: Ask) -> None:
-    publisher = opened()
-    for number in range(200):
-        publisher.publish(numbered_batch(number))
-    answered = threading.Event()
-    answers: list[list[list[bytes]]] = []
-
-    def client() -> None:
-        answers.append(ask_replay(publisher.replay_endpoint, bytes(8)))
-        answered.set()
-
-    thread = threading.Thread(target=client)
-    thread.start()
-    ticks = 0
-    while not answered.wait(0.0005) and ticks < 20_000:
-        publisher.publish(numbered_batch(ticks))
-        publisher.idle()
-        ticks += 1
-    thread.join()
-    assert [number_of(message) for message in answers[0][:200]] == list(range(200))
-
-
-class Poison(KVCacheEvent, frozen=True):
-    """An event of an unknown class."""
-
-    x: int
-
-
-def test_an_invalid_event_takes_no_number_and_costs_no_valid_event(opened: Open, ask_replay: Ask) -> None:
-    publisher = opened()
-    publisher.publish(KVEventBatch(1.0, (Poison(1),)))
-    publisher.publish(KVEventBatch(1.0, (Poison(1), BlockRemoved((9,)))))
-    publisher.publish(KVEventBatch(float("nan"), (BlockRemoved((2**70,)), AllBlocksCleared())))
-    stored = ask_replay(publisher.replay_endpoint, bytes(8))
-    assert [int.from_bytes(message[-2], "big", signed=True) for message in stored] == [0, 1, -1]
-    stats = publisher.stats()
-    assert (stats.events_refused, stats.events_sent, stats.batches_sent, stats.last_sequence) == (3, 2, 2, 1)
 
 
 def test_no_replay_endpoint_keeps_nothing(opened: Open) -> None:
@@ -326,26 +243,6 @@ def test_a_port_in_use_is_a_start_error_and_leaves_nothing_open(opened: Open) ->
     assert threading.active_count() == 2  # the main thread and the first publisher's backstop
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"endpoint": "tcp://127.0.0.1"}, "endpoint"),
-        ({"replay_endpoint": "nonsense"}, "replay_endpoint"),
-        ({"attn_dp_rank": 1, "endpoint": "tcp://*:65535"}, "endpoint"),
-        ({"dialect": "xml"}, "dialect"),
-        ({"replay_framing": "xml"}, "replay_framing"),
-        ({"seq_base": "one"}, "seq_base"),
-    ],
-)
-def test_bad_settings_name_their_field_before_anything_opens(
-    opened: Open, options: dict[str, object], field: str
-) -> None:
-    with pytest.raises(ConfigError) as raised:
-        opened(**options)
-    assert raised.value.field == field
-    assert threading.active_count() == 1
-
-
 def test_a_concrete_host_is_connected_to_unless_bind_is_true(
     open_socket: Callable[[int], zmq.Socket[bytes]], opened: Open
 ) -> None:
@@ -380,25 +277,10 @@ def test_ipc_and_inproc_carry_the_stream(
         subscriber.close(linger=0)
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "rank", "expected"),
-    [
-        ("tcp://*:5557", 3, "tcp://*:5560"),
-        ("tcp://[::1]:5557", 3, "tcp://[::1]:5560"),
-        ("inproc://cache", 2, "inproc://cache_dp2"),
-        ("tcp://*:5557", 0, "tcp://*:5557"),
-        (None, 2, None),
-    ],
-)
-def test_offset_endpoint_port_is_the_originals(endpoint: str | None, rank: int, expected: str | None) -> None:
-    assert ZmqEventPublisher.offset_endpoint_port(endpoint, rank) == expected
-
-
 # Failures around the publisher: the scheduler's step continues, and losses are counted.
 
 
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]
-OpenSocket = Callable[[int], zmq.Socket[bytes]]
 
 
 @pytest.mark.parametrize(
@@ -420,6 +302,12 @@ OpenSocket = Callable[[int], zmq.Socket[bytes]]
         ({"attn_dp_rank": "0"}, "attn_dp_rank"),
         ({"attn_dp_rank": True}, "attn_dp_rank"),
         ({"auth": "required"}, "secret_key_file"),
+        ({"endpoint": "tcp://127.0.0.1"}, "endpoint"),
+        ({"replay_endpoint": "nonsense"}, "replay_endpoint"),
+        ({"attn_dp_rank": 1, "endpoint": "tcp://*:65535"}, "endpoint"),
+        ({"dialect": "xml"}, "dialect"),
+        ({"replay_framing": "xml"}, "replay_framing"),
+        ({"seq_base": "one"}, "seq_base"),
     ],
 )
 def test_a_publisher_made_directly_keeps_the_rules_of_the_configuration(
@@ -428,6 +316,7 @@ def test_a_publisher_made_directly_keeps_the_rules_of_the_configuration(
     with pytest.raises(ConfigError) as refused:
         opened(**options)
     assert refused.value.field == field
+    assert threading.active_count() == 1
 
 
 def test_an_open_replay_is_an_open_bind(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -494,14 +383,6 @@ def test_a_scheduler_that_only_idles_keeps_no_thread_awake(opened: Open, monkeyp
     publisher.publish(numbered_batch(1))
     publisher.idle()
     assert wakes  # the next batch may wait, so the thread must poll
-
-
-def test_lag_is_the_age_of_the_oldest_waiting_batch(opened: Open) -> None:
-    publisher = opened(replay_endpoint=None, send_mode="inline")
-    assert publisher.stats().lag_s == 0
-    publisher.publish(numbered_batch(1))
-    publisher.idle()
-    assert publisher.stats().lag_s == 0
 
 
 def test_ipc_paths_are_locked_and_removed(tmp_path: Path, opened: Open) -> None:

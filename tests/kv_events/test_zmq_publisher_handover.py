@@ -6,7 +6,6 @@ Property: no batch waits forever, is sent twice or out of order, or is sent by t
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -14,11 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 from kit.events import numbered_batch
 from kit.sockets import SleepingBackstop
 
-from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, PublisherClosedError
+from scheduler_components import BlockRemoved, KVCacheEvent
 from scheduler_components.kv_events import ZmqEventPublisher, stream_drain, zmq_publisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
 
@@ -26,7 +24,6 @@ pytestmark = pytest.mark.sockets
 
 Open = Callable[..., ZmqEventPublisher]
 Eventually = Callable[..., None]
-OpenSocket = Callable[[int], zmq.Socket[bytes]]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]
 
 
@@ -89,24 +86,6 @@ def test_a_call_sends_for_a_short_time_and_the_next_call_goes_on(
 
 
 @pytest.mark.usefixtures("sleeping")
-@pytest.mark.parametrize(("num_blocks", "num_together"), [(1, 3), (600, 1)], ids=["small", "large"])
-def test_a_call_whose_time_is_over_sends_some_small_batches_or_a_large_one(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float], num_blocks: int, num_together: int
-) -> None:
-    encode = zmq_publisher.BatchEncoder.encode_with_changes
-
-    def slow(encoder: Any, *args: Any) -> Any:
-        clock[0] += 0.0001
-        return encode(encoder, *args)
-
-    publisher = opened()
-    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
-    for _ in range(MAX_WAITING):
-        publisher.publish(EventBatch(1.0, (BlockRemoved(tuple(range(2**40, 2**40 + num_blocks))),)))
-    assert publisher.stats().batches_sent == num_together
-
-
-@pytest.mark.usefixtures("sleeping")
 def test_a_late_thread_is_not_counted_on_for_a_while(opened: Open, clock: list[float]) -> None:
     publisher = opened()
 
@@ -129,60 +108,6 @@ def test_a_late_thread_is_not_counted_on_for_a_while(opened: Open, clock: list[f
 
 
 @pytest.mark.usefixtures("sleeping")
-@pytest.mark.parametrize("since_requests_s", [0.04, 0.06])
-def test_a_late_thread_receives_the_requests_that_publish_does_not(
-    opened: Open, open_socket: OpenSocket, clock: list[float], eventually: Eventually, since_requests_s: float
-) -> None:
-    """A call of ``publish()`` with too much to send does not look for requests."""
-    publisher = opened()
-    publisher.idle()
-    clock[0] += since_requests_s
-    publisher.publish(numbered_batch(0))  # left to the thread
-    client = open_socket(zmq.DEALER)
-    client.connect(publisher.replay_endpoint or "")
-    client.send_multipart([b"", bytes(8)])
-    router = publisher._edge.sockets.replay
-    assert router is not None
-    eventually(lambda: router.getsockopt(zmq.EVENTS) & zmq.POLLIN)
-    publisher.poll(late_s=0.005)
-    stats = publisher.stats()
-    assert stats.replays_open + stats.replays_served == (since_requests_s > 0.05)
-    assert stats.batches_pending == (since_requests_s < 0.05)
-
-
-@pytest.mark.usefixtures("sleeping")
-def test_a_late_thread_serves_the_clients_that_publish_leaves_to_it(
-    opened: Open, open_socket: OpenSocket, clock: list[float], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve_turn = stream_drain.ReplayServer.serve_turn
-
-    def slow(server: Any, client: bytes) -> bool:
-        clock[0] += 0.001
-        return serve_turn(server, client)
-
-    publisher = opened()
-    for number in range(40):
-        publisher.publish(numbered_batch(number))
-    assert publisher.flush(1.0)
-    monkeypatch.setattr(stream_drain.ReplayServer, "serve_turn", slow)  # one turn per slice
-    client = open_socket(zmq.DEALER)
-    client.connect(publisher.replay_endpoint or "")
-    client.send_multipart([b"", bytes(8)])
-
-    def receive() -> None:
-        clock[0] += 0.01
-        publisher.poll(late_s=0.0)
-
-    eventually(lambda: publisher.stats().replays_open, poll=receive)
-    num_replayed = publisher.stats().batches_replayed
-    for late_s in (0.005, 0.005):
-        publisher.publish(numbered_batch(100))
-        publisher.poll(late_s)
-        assert publisher.stats().batches_replayed == num_replayed + stream_drain.MESSAGES_PER_TURN
-        num_replayed = publisher.stats().batches_replayed
-
-
-@pytest.mark.usefixtures("sleeping")
 @pytest.mark.parametrize("overdue_s", [0.0, 0.0029, 0.0031])
 def test_a_thread_whose_poll_is_overdue_is_not_counted_on(opened: Open, clock: list[float], overdue_s: float) -> None:
     publisher = opened()
@@ -190,25 +115,6 @@ def test_a_thread_whose_poll_is_overdue_is_not_counted_on(opened: Open, clock: l
     publisher._backstop.due_s = clock[0] - overdue_s
     publisher.publish(numbered_batch(0))
     assert publisher.stats().batches_pending == (overdue_s < 0.003)
-
-
-@pytest.mark.usefixtures("sleeping")
-@pytest.mark.parametrize("late_s", [0.0, 0.0028, 0.1])
-def test_a_slice_of_the_thread_is_a_share_of_the_time_that_it_waited(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float], late_s: float
-) -> None:
-    encode = zmq_publisher.BatchEncoder.encode_with_changes
-
-    def slow(encoder: Any, *args: Any) -> Any:
-        clock[0] += 0.0001
-        return encode(encoder, *args)
-
-    publisher = opened()
-    publisher._pending.extend(map(numbered_batch, range(40)))
-    publisher._handover.is_active = True
-    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
-    assert publisher.poll(late_s) < 0.001  # soon again, after the scheduler has had the GIL
-    assert 40 - publisher.stats().batches_pending == pytest.approx({0.0: 3, 0.0028: 7, 0.1: 10}[late_s], abs=1)
 
 
 @pytest.mark.usefixtures("sleeping")
@@ -273,60 +179,6 @@ def test_thread_and_scheduler_never_own_the_sockets_together(
         count += 1
     assert {number for number, _ in seen} == {1}
     assert read_replay(publisher.replay_endpoint) == [BlockRemoved((number,)) for number in range(count)]
-
-
-def test_publish_sends_by_itself_when_the_thread_has_died(opened: Open, eventually: Eventually) -> None:
-    publisher = opened(replay_endpoint=None)
-    (backstop,) = (each for each in threading.enumerate() if each.name == "kv-events-backstop-0")
-    assert backstop.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(backstop.ident), ctypes.py_object(RuntimeError))
-    publisher.publish(numbered_batch(0))  # wakes the thread, which dies
-    eventually(lambda: not backstop.is_alive())
-    publisher.publish(numbered_batch(1))
-    assert publisher.stats().batches_pending == 0
-    assert publisher.close(10.0).batches_handed_over == 2
-
-
-@pytest.mark.usefixtures("sleeping")
-def test_close_sends_waiting_batches(opened: Open) -> None:
-    publisher = opened()
-    for number in range(3):
-        publisher.publish(numbered_batch(number))
-    assert publisher.close(0.0).batches_handed_over == 3
-    with pytest.raises(PublisherClosedError):
-        publisher.publish(numbered_batch(3))
-
-
-def test_a_client_is_answered_while_batches_are_left_to_the_thread(
-    opened: Open, open_socket: Callable[[int], zmq.Socket[bytes]]
-) -> None:
-    publisher = opened()
-    for number in range(1_000):
-        publisher.publish(numbered_batch(number))
-    client = open_socket(zmq.DEALER)
-    client.connect(publisher.replay_endpoint or "")
-    client.send_multipart([b"", bytes(8)])
-    numbers, pause = [0], threading.Event()
-    count = 1_000
-    while numbers[-1] != -1:
-        publisher.publish(numbered_batch(count))
-        count += 1
-        pause.wait(0.0002)
-        while client.poll(0):
-            numbers.append(int.from_bytes(client.recv_multipart()[-2], "big", signed=True))
-    assert numbers[1:1_001] == list(range(1_000))
-
-
-@pytest.mark.usefixtures("sleeping")
-def test_a_batch_that_close_overtook_is_refused_also_when_the_thread_has_not_ended(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher = opened()
-    check_usable = publisher._check_usable
-    monkeypatch.setattr(publisher, "_check_usable", lambda: (check_usable(), publisher.close(60.0)))
-    with pytest.raises(PublisherClosedError):
-        publisher.publish(numbered_batch(1))
-    assert publisher.stats().batches_pending == 0
 
 
 @pytest.mark.usefixtures("sleeping")

@@ -345,9 +345,11 @@ def test_sockets_in_use_for_long_while_batches_wait_are_reported_once(
     assert publisher.stats().send_stalls == 1
 
 
+@pytest.mark.parametrize("backstop", [Backstop, SleepingBackstop], ids=["ended", "not ended"])
 def test_a_batch_that_close_overtook_is_refused_and_not_lost_in_silence(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
+    opened: Open, monkeypatch: pytest.MonkeyPatch, backstop: type
 ) -> None:
+    monkeypatch.setattr(zmq_publisher, "Backstop", backstop)
     publisher = opened()
 
     monkeypatch.setattr(

@@ -139,21 +139,6 @@ def test_a_damaged_page_is_read_again_after_its_next_writer_opened_it(
     page.close()
 
 
-def test_a_page_of_another_version_is_reported_with_a_remedy(
-    tmp_path: Path, codec: Codec, report: MakeReport, caplog: pytest.LogCaptureFixture
-) -> None:
-    page = open_shm_page_writer(tmp_path, 0, codec)
-    page.write(report(1))
-    page.close()
-    put_another_version(codec.path(tmp_path, 0), codec)
-    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
-    assert board.read() == {}
-    assert "from one version of the kit" in caplog.text
-    page = open_shm_page_writer(tmp_path, 0, codec)
-    assert page.sequence == 0
-    page.close()
-
-
 def test_a_page_that_is_removed_and_created_again_is_found_in_the_next_read(
     tmp_path: Path, codec: Codec, report: MakeReport
 ) -> None:

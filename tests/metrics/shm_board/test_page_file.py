@@ -50,14 +50,6 @@ def test_other_users_cannot_read_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "page").stat().st_mode & 0o077 == 0
 
 
-def test_one_writer_per_page(tmp_path: Path) -> None:
-    file = open_shm_page_file(tmp_path / "page", NUM_BYTES)
-    with pytest.raises(StartError, match="another process writes"):
-        open_shm_page_file(tmp_path / "page", NUM_BYTES)
-    file.close()
-    open_shm_page_file(tmp_path / "page", NUM_BYTES).close()
-
-
 def test_a_path_without_a_possible_page_is_a_start_error(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "victim")
     for path in (tmp_path / "link", tmp_path / "missing" / "page", tmp_path):
@@ -125,10 +117,3 @@ os._exit(0)
         file.close()
         owner.stdin.close()
         assert owner.stdout.read() == b""  # the child has ended
-
-
-def test_a_closed_page_is_not_written(tmp_path: Path) -> None:
-    file = open_shm_page_file(tmp_path / "page", NUM_BYTES)
-    file.close()
-    with pytest.raises(ValueError, match="released"):
-        file.memory[0] = 1

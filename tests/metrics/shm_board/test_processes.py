@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -128,29 +127,3 @@ def test_reads_at_the_same_time_do_not_mix_up_ranks(tmp_path: Path, codec: Codec
     assert (board.failed_reads, board.failures.total) == (0, 0)
     for page in pages:
         page.close()
-
-
-def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
-    script = """
-import os, sys
-from pathlib import Path
-from scheduler_components import ForkedPublisherError
-from scheduler_components.values import LoadSnapshot, SchedulerStats
-from scheduler_components.metrics.shm_metrics_board import METRICS_CODEC
-from scheduler_components.metrics.shm_board import open_shm_page_writer
-
-page = open_shm_page_writer(Path(sys.argv[1]), 0, METRICS_CODEC)
-stats = SchedulerStats((), LoadSnapshot())
-child = os.fork()
-if child == 0:
-    try:
-        page.write(stats)
-    except ForkedPublisherError as error:
-        page.close()
-        os._exit(0 if error.owner_pid == os.getppid() else 1)
-    os._exit(2)
-refused = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-page.write(stats)
-sys.exit(0 if refused and page.sequence == 1 else 1)
-"""
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
