@@ -37,37 +37,6 @@ def six_pages(policy: HiCachePolicy | None = None) -> HiCacheRank:
     return HiCacheRank(policy, num_device_pages=6, num_host_pages=8, has_storage=False, record=True)
 
 
-def test_an_evicted_prefix_is_loaded_back_before_its_request_runs() -> None:
-    it = six_pages()
-    it.compute(0, 4)
-    it.end_copies_and_step()
-    it.compute(1, 4)
-    assert it.pages_on() == (6, 4, 0)
-    cache = it.cache
-    assert cache.match_prefix(prompt(0, 4)).num_tokens == 2 * PAGE_SIZE
-    it.end_copies_and_step()
-    assert not cache.prefetch_queue.is_done("r", prompt(0, 4))
-    it.end_copies_and_step()
-    assert cache.prefetch_queue.is_done("r", prompt(0, 4))
-    match = cache.match_prefix(prompt(0, 4))
-    assert match.num_tokens == 4 * PAGE_SIZE
-    cache.prefetch_queue.record_admission("r", prompt_tokens=9, cached_tokens=match.num_tokens)
-    stats = cache.stats()
-    assert (stats.prompt_tokens, stats.device_hit_tokens, stats.host_hit_tokens) == (9, 4, 4)
-
-
-def test_a_failed_load_frees_its_pages() -> None:
-    it = six_pages()
-    it.compute(0, 4)
-    it.end_copies_and_step()
-    it.cache.evict(4)
-    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-    it.end_copies_and_step(is_ok=False)
-    assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-    assert it.pages_on() == (0, 4, 0)
-    assert it.cache.free_tokens == it.cache.capacity_tokens
-
-
 def test_pages_that_a_request_computes_while_they_are_loaded_are_kept_once() -> None:
     it = six_pages()
     it.compute(0, 2)

@@ -149,16 +149,6 @@ def test_two_stores_of_one_directory_share_pages_and_one_limit(tmp_path: Path) -
         store.close()
 
 
-def test_the_files_of_a_running_writer_are_kept(tmp_path: Path) -> None:
-    first = open_file_page_store(tmp_path, capacity_bytes=MANY)
-    second = open_file_page_store(tmp_path, capacity_bytes=MANY)
-    assert len(list((tmp_path / "unfinished").iterdir())) == 2
-    assert first.batch_set(["a"], [page_of("a")]) == [True]
-    second.close()
-    assert first.batch_set(["b"], [page_of("b")]) == [True]
-    first.close()
-
-
 def test_files_of_dead_writers_are_removed_next_to_running_writers(tmp_path: Path) -> None:
     living = [open_file_page_store(tmp_path, capacity_bytes=MANY) for _ in range(4)]
     theirs = set((tmp_path / "unfinished").iterdir())

@@ -159,6 +159,7 @@ def test_a_request_recomputes_after_a_failed_load() -> None:
     it.step()
     assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
     assert it.pop(CopyToDevice) == []
+    assert (it.pages_on()[:2], it.cache.free_tokens) == ((0, 4), it.cache.capacity_tokens)
 
 
 def test_an_admission_counts_each_token_where_it_was_found() -> None:

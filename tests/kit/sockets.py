@@ -20,6 +20,12 @@ LOOPBACK: dict[str, Any] = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": 
 
 Socket = zmq.Socket[bytes]
 OpenSocket = Callable[[int], Socket]
+Open = Callable[..., ZmqEventPublisher]
+Subscribe = Callable[..., Socket]
+Connected = Callable[..., int]
+Ask = Callable[..., list[list[bytes]]]
+ReadReplay = Callable[[str | None], list[KVCacheEvent]]
+Eventually = Callable[..., None]
 
 
 class SleepingBackstop(Backstop):

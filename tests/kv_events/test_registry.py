@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.sockets import LOOPBACK
 
 from scheduler_components import ConfigError, EventBatch, ParallelState
 from scheduler_components.errors import PublisherNameTakenError
@@ -238,16 +239,8 @@ def test_a_bad_config_fails_on_every_rank_alike(factory: type[EventPublisherFact
 
 
 def test_zmq_is_the_kits_publisher_with_all_its_settings() -> None:
-    config = KVEventsConfig(
-        publisher="zmq",
-        endpoint="tcp://127.0.0.1:0",
-        replay_endpoint="tcp://127.0.0.1:0",
-        bind=True,
-        dialect="map",
-        replay_framing="topic",
-        seq_base="clock",
-        buffer_bytes=1024,
-    )
+    options = {"dialect": "map", "replay_framing": "topic", "seq_base": "clock", "buffer_bytes": 1024}
+    config = KVEventsConfig(publisher="zmq", **LOOPBACK, **options)
     publisher = open_event_publisher(config, parallel=ParallelState.trivial())
     try:
         assert isinstance(publisher, ZmqEventPublisher)

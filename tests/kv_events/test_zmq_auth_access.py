@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
+from kit.sockets import Eventually, OpenSocket
 
 from scheduler_components import AllBlocksCleared, KVEventBatch
 from scheduler_components.kv_events import (
@@ -23,8 +24,6 @@ from scheduler_components.kv_events.zmq_sockets import open_peer_counter
 
 pytestmark = pytest.mark.sockets
 
-OpenSocket = Callable[[int], zmq.Socket[bytes]]
-Eventually = Callable[[Callable[[], object]], None]
 BATCH = KVEventBatch(ts=1.0, events=(AllBlocksCleared(),))
 END = (-1).to_bytes(8, "big", signed=True)
 

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import zmq
 from kit.events import numbered_batch
+from kit.sockets import Ask, Connected, Eventually, Open, ReadReplay, Subscribe
 
 from scheduler_components import (
     AllBlocksCleared,
     BlockRemoved,
     ConfigError,
     ForkedPublisherError,
-    KVCacheEvent,
     KVEventBatch,
     PublisherClosedError,
     StartError,
@@ -33,12 +33,6 @@ from scheduler_components.kv_events import (
 from scheduler_components.kv_events.thread_backstop import Backstop
 
 pytestmark = pytest.mark.sockets
-
-Open = Callable[..., ZmqEventPublisher]
-Subscribe = Callable[..., zmq.Socket[bytes]]
-Ask = Callable[..., list[list[bytes]]]
-Connected = Callable[..., int]
-Eventually = Callable[[Callable[[], object]], None]
 
 
 def number_of(message: list[bytes]) -> int:
@@ -278,9 +272,6 @@ def test_ipc_and_inproc_carry_the_stream(
 
 
 # Failures around the publisher: the scheduler's step continues, and losses are counted.
-
-
-ReadReplay = Callable[[str | None], list[KVCacheEvent]]
 
 
 @pytest.mark.parametrize(

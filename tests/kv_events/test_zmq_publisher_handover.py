@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kit.events import numbered_batch
-from kit.sockets import SleepingBackstop
+from kit.sockets import Eventually, Open, ReadReplay, SleepingBackstop
 
-from scheduler_components import BlockRemoved, KVCacheEvent
-from scheduler_components.kv_events import ZmqEventPublisher, stream_drain, zmq_publisher
+from scheduler_components import BlockRemoved
+from scheduler_components.kv_events import stream_drain, zmq_publisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
 
 pytestmark = pytest.mark.sockets
-
-Open = Callable[..., ZmqEventPublisher]
-Eventually = Callable[..., None]
-ReadReplay = Callable[[str | None], list[KVCacheEvent]]
 
 
 @pytest.fixture

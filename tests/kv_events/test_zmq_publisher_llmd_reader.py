@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import zmq
+from kit.sockets import OpenSocket
 
 from scheduler_components import KVEventBatch
 from scheduler_components.kv_events import ZmqEventPublisher
@@ -17,7 +18,6 @@ from scheduler_components.testing.chain_event_generator import ChainEventGenerat
 
 pytestmark = pytest.mark.sockets
 
-OpenSocket = Callable[[int], zmq.Socket[bytes]]
 Opened = Callable[..., ZmqEventPublisher]
 TOPIC = "kv@10.0.0.7:8000@my-model"
 

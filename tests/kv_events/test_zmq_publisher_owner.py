@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import zmq
 from kit.events import numbered_batch
 from kit.interruptions import InterruptedAtCallError, interrupted_at_call
-from kit.sockets import SleepingBackstop
+from kit.sockets import Connected, Eventually, Open, OpenSocket, ReadReplay, SleepingBackstop, Subscribe
 
 from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, PublisherClosedError
 from scheduler_components.kv_events import (
@@ -42,13 +41,6 @@ from scheduler_components.kv_events.thread_backstop import Backstop
 pytestmark = pytest.mark.sockets
 
 PARTS = (zmq_publisher, handover, stream_drain, live_sender, zmq_sockets, backlog, codec, stream, replay)
-
-Open = Callable[..., ZmqEventPublisher]
-Eventually = Callable[[Callable[[], object]], None]
-OpenSocket = Callable[[int], zmq.Socket[bytes]]
-Subscribe = Callable[..., zmq.Socket[bytes]]
-Connected = Callable[..., int]
-ReadReplay = Callable[[str | None], list[KVCacheEvent]]
 
 
 LISTENING = KVEventsConfig(bind=True)

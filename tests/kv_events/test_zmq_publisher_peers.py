@@ -7,24 +7,19 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import zmq
 from kit.events import numbered_batch
-from kit.sockets import SleepingBackstop
+from kit.sockets import Eventually, Open, OpenSocket, ReadReplay, SleepingBackstop
 
-from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import ZmqEventPublisher, handover, replay, thread_backstop, zmq_publisher
+from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
+from scheduler_components.kv_events import handover, replay, thread_backstop, zmq_publisher
 from scheduler_components.kv_events.replay_messages import END_SEQ
 
 pytestmark = pytest.mark.sockets
-
-Open = Callable[..., ZmqEventPublisher]
-ReadReplay = Callable[[str | None], list[KVCacheEvent]]
-Eventually = Callable[..., None]
-OpenSocket = Callable[[int], zmq.Socket[bytes]]
 
 
 def test_a_client_that_only_sends_requests_does_not_prevent_answers(

@@ -6,18 +6,13 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-import zmq
 from kit.events import numbered_batch
+from kit.sockets import Open, ReadReplay
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import BatchEncoder, ZmqEventPublisher
+from scheduler_components.kv_events import BatchEncoder
 
 pytestmark = pytest.mark.sockets
-
-Open = Callable[..., ZmqEventPublisher]
-ReadReplay = Callable[[str | None], list[KVCacheEvent]]
-Eventually = Callable[[Callable[[], object]], None]
-OpenSocket = Callable[[int], zmq.Socket[bytes]]
 
 
 class Junk:
@@ -52,23 +47,6 @@ def test_junk_is_refused_by_count_and_the_stream_goes_on(
     assert (stats.events_refused, stats.batches_sent, stats.last_sequence) == (2, 1, 0)
 
 
-@pytest.mark.parametrize("ts", [float("nan"), float("inf"), None, "now", 10**400])
-def test_a_batch_without_a_time_keeps_its_events(opened: Open, read_replay: ReadReplay, ts: float) -> None:
-    publisher = opened()
-    publisher.publish(KVEventBatch(ts, (BlockRemoved((1,)),)))
-    assert read_replay(publisher.replay_endpoint) == [BlockRemoved((1,))]
-
-
-@pytest.mark.parametrize("medium", [5, ["GPU"]])
-def test_an_event_that_readers_refuse_is_not_folded(opened: Open, read_replay: ReadReplay, medium: object) -> None:
-    publisher = opened(buffer_steps=1)
-    publisher.publish(KVEventBatch(1.0, (BlockStored((1,), None, (7,), 1, None, medium=medium),)))  # type: ignore[arg-type]
-    publisher.publish(KVEventBatch(1.0, (BlockStored((2,), None, (7,), 1, None),)))
-    publisher.publish(numbered_batch(3))
-    stored = read_replay(publisher.replay_endpoint)
-    assert stored[-2:] == [BlockStored((2,), None, (7,), 1, None), BlockRemoved((3,))]
-
-
 def test_events_too_large_for_a_reader_go_out_in_parts(opened: Open, read_replay: ReadReplay) -> None:
     publisher = opened()
     blocks, size = 600, 2048
@@ -98,8 +76,9 @@ def test_events_too_large_for_a_reader_go_out_in_parts(opened: Open, read_replay
         BlockStored((), None, (), 0, None),
         BlockRemoved((b"\x01" * 8,)),  # type: ignore[arg-type]
         BlockRemoved((1,), msgspec.Raw(b"\xc1")),  # type: ignore[arg-type]
+        BlockStored((1,), None, (7,), 1, None, medium=5),  # type: ignore[arg-type]
     ],
-    ids=["-1", "33 bits", "text", "float", "text hash", "no size", "bytes hash", "raw"],
+    ids=["-1", "33 bits", "text", "float", "text hash", "no size", "bytes hash", "raw", "medium"],
 )
 @pytest.mark.parametrize("dialect", ["array", "map", "vllm"])
 def test_a_harmful_event_takes_no_number(

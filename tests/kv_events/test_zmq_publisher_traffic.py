@@ -16,15 +16,14 @@ import pytest
 import zmq
 from hypothesis import settings
 from kit.events import numbered_batch
+from kit.sockets import Open
 
 from benchmarks.bench_traffic import LOOPS, TrafficSpec, run_traffic
 from benchmarks.publishers import KIT, KIT_INLINE, KIT_WITHOUT_IDLE
-from scheduler_components.kv_events import ZmqEventPublisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
 
 pytestmark = pytest.mark.sockets
 
-Open = Callable[..., ZmqEventPublisher]
 END = b"\xff" * 8
 KEPT = 4_000
 DEADLINE_S = 20.0

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components import __version__
 from scheduler_components.kv_events import CurveClientKeys
 from scheduler_engine.cli.commands import COMMANDS
 
@@ -118,10 +117,6 @@ def test_without_a_command_the_help_is_shown(command_line: Callable) -> None:
     ran = command_line()
     assert ran.code == 0
     assert all(command in ran.out for command in COMMANDS)
-
-
-def test_the_version_is_shown(command_line: Callable) -> None:
-    assert command_line("--version") == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,6 @@ def test_the_page_about_diverging_ranks_shows_what_the_command_prints(command_li
     assert command_line(*command.split()).out.strip() in page.read_text()
 
 
-def test_the_older_name_is_the_same_command(command_line: Callable) -> None:
-    arguments = ("--seeds", "1", "--steps", "100")
-    assert command_line("hicache-sim", *arguments) == command_line("simulate", "ranks", *arguments)
-
-
 def test_a_picture_of_a_removed_agreement_is_refused(command_line: Callable, tmp_path: Path) -> None:
     found = command_line("simulate", "ranks", "--without", "storage", "--picture", str(tmp_path / "picture.svg"))
     assert (found.code, found.out) == (2, "")

@@ -278,7 +278,8 @@ def test_a_failure_after_the_first_answer_is_an_event() -> None:
     assert (first, done) == (b'data: {"n":1}\n\n', b"data: [DONE]\n\n")
 
 
-def test_the_work_ends_with_the_connection() -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["disconnected", "cancelled by the server"])
+def test_the_work_ends_with_the_connection(is_cancelled: bool) -> None:
     ended: list[str] = []
 
     async def scenario() -> None:
@@ -297,6 +298,11 @@ def test_the_work_ends_with_the_connection() -> None:
         arriving.put_nowait({"type": "http.request"})  # the rest of a body is no disconnect
         await asyncio.sleep(0)
         assert not serving.done()
+        if is_cancelled:
+            serving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+            return
         arriving.put_nowait({"type": "http.disconnect"})
         await serving
 
@@ -318,27 +324,3 @@ def test_work_that_ends_first_gives_its_error_and_leaves_no_task() -> None:
         return len(asyncio.all_tasks() - before)
 
     assert run(scenario()) == 0
-
-
-def test_a_server_that_cancels_the_request_ends_the_work() -> None:
-    ended: list[str] = []
-
-    async def scenario() -> None:
-        async def never() -> dict[str, str]:
-            return await asyncio.Future()
-
-        async def work() -> None:
-            try:
-                await asyncio.Future()
-            finally:
-                ended.append("work")
-
-        serving = asyncio.ensure_future(run_until_disconnected(never, work()))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        serving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-
-    run(scenario())
-    assert ended == ["work"]

@@ -126,19 +126,6 @@ async def test_a_streamed_chat_has_its_role_in_one_event(make_served: Callable[.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cached_tokens_by_tier_are_reported_as_in_sglang(make_served: Callable[..., Any], stream: bool) -> None:
-    async with openai_client(make_served()) as client:
-        asked = {"model": "any", "prompt": [*range(17)], "max_tokens": 1}
-        await client.completions.create(**asked)
-        reported = {"return_cached_tokens_details": True}
-        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        answer = await client.completions.create(**asked, **options, extra_body=reported)
-        last = [event async for event in answer][-1] if stream else answer
-        assert last.sglext["cached_tokens_details"] == {"device": 16, "host": 0, "storage": 0}
-        assert last.usage.prompt_tokens_details.cached_tokens == 16
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_text_and_the_request(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
     words = CODEC.decode(served.expected_tokens("mine", 1, 4000)).split()

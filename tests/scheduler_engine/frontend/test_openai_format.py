@@ -80,15 +80,6 @@ def test_priority_and_user_are_hints_for_the_scheduling_policy() -> None:
             completion(priority=wrong)
 
 
-@pytest.mark.parametrize(("top_k", "used"), [(None, 0), (-1, 0), (0, 0), (7, 7)])
-def test_all_tokens_have_two_spellings_in_top_k(top_k: int | None, used: int) -> None:
-    assert completion(top_k=top_k).params().sampling.top_k == used
-
-
-def test_a_temperature_of_zero_is_not_the_default() -> None:
-    assert completion(temperature=0).params().sampling.temperature == 0.0
-
-
 @pytest.mark.parametrize(("given", "stops"), [(None, ()), ("end", ("end",)), (["a", "b"], ("a", "b")), ([], ())])
 def test_stop_strings_are_a_tuple(given: Any, stops: tuple[str, ...]) -> None:
     assert stop_strings(given) == stops
@@ -213,21 +204,6 @@ def test_the_offsets_of_a_completion_go_on_between_its_updates() -> None:
     assert first["text_offset"] + second["text_offset"] == offsets
     assert first["top_logprobs"] == [None, None]
     assert second["top_logprobs"] == [{texts[2]: -0.1, CODEC.token_text(6): -2.0}]
-
-
-def test_logprobs_of_a_chat_have_the_bytes_of_each_token() -> None:
-    content = ChatLogprobs(CODEC).format(update(1, tokens=(3,), logprobs=(-0.5,), top_logprobs=(((4, -0.7),),)))[
-        "content"
-    ]
-    text, other = CODEC.token_text(3), CODEC.token_text(4)
-    assert content == [
-        {
-            "token": text,
-            "logprob": -0.5,
-            "bytes": list(text.encode()),
-            "top_logprobs": [{"token": other, "logprob": -0.7, "bytes": list(other.encode())}],
-        }
-    ]
 
 
 def test_an_update_without_logprobs_has_none() -> None:
