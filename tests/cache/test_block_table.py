@@ -17,7 +17,7 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, Co
 from scheduler_components.cache import BlockTableRecorder, PrefixNamespace
 from scheduler_components.cache.recorder import MAX_EVENT_TOKENS
 from scheduler_components.events import Tier
-from scheduler_components.testing import EventLedger, RecorderMachine
+from scheduler_components.testing import RecorderMachine
 from scheduler_components.testing.interfaces import BLOCK_SIZE
 
 
@@ -117,16 +117,6 @@ def test_a_copy_with_another_content_is_counted_and_changes_nothing() -> None:
     assert recorder.take_events() == (BlockRemoved((1,)),)
 
 
-def test_blocks_that_are_their_own_ancestors_are_never_published() -> None:
-    recorder = BlockTableRecorder(1)
-    recorder.store((1,), (11,), 2)
-    recorder.store((2,), (12,), 1)
-    recorder.store((3,), (13,), 3)
-    assert (recorder.take_events(), recorder.num_unreachable_blocks) == ((), 3)
-    recorder.remove((1, 2, 3))
-    assert (recorder.take_events(), recorder.num_blocks) == ((), 0)
-
-
 def test_the_device_has_two_names() -> None:
     recorder = BlockTableRecorder(1)
     recorder.store((1,), (11,), medium="GPU")
@@ -135,15 +125,6 @@ def test_the_device_has_two_names() -> None:
     assert list(recorder.block_hashes("GPU")) == [1]
     recorder.remove((1,))
     assert [event.medium for event in recorder.take_events()] == [None, None]  # type: ignore[attr-defined]
-
-
-def test_a_block_that_leaves_one_of_two_media_keeps_its_descendants() -> None:
-    recorder = BlockTableRecorder(1)
-    recorder.store((1, 2), (11, 12))
-    recorder.store((1,), (11,), medium="CPU")
-    recorder.take_events()
-    recorder.remove((1,))
-    assert recorder.take_events() == (BlockRemoved((2, 1)), BlockStored((2,), 1, (12,), 1, None))
 
 
 def test_events_are_split_by_namespace_and_carry_it() -> None:
@@ -155,21 +136,6 @@ def test_events_are_split_by_namespace_and_carry_it() -> None:
     assert (named.lora_id, named.lora_name, named.cache_salt, named.session_id) == (1, "a", "s", "x")
     assert named.extra_keys == (("v",), ("v", "image", 3))
     assert (plain.block_hashes, plain.extra_keys, plain.cache_salt) == ((3,), None, None)
-
-
-def test_events_that_are_not_taken_collapse_into_the_table() -> None:
-    recorder, ledger = BlockTableRecorder(1, max_pending_blocks=4), EventLedger()
-    recorder.store((1, 2, 3), (11, 12, 13))
-    recorder.store((5, 6), (15, 16), 1)
-    recorder.store((8,), (18,), 7)
-    recorder.remove((3,))
-    events = recorder.take_events()
-    assert recorder.num_collapses == 1
-    assert events[0] == AllBlocksCleared()
-    assert ledger.apply_all(events) == []
-    assert ledger.hashes() == {1, 2, 5, 6} == set(recorder.block_hashes())
-    recorder.remove((6,))
-    assert recorder.take_events() == (BlockRemoved((6,)),)
 
 
 def test_a_collapse_happens_above_the_maximum_of_blocks_and_is_counted() -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import (
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     CacheIntegrityError,
@@ -18,7 +17,6 @@ from scheduler_components import (
     OutOfPagesError,
 )
 from scheduler_components.cache import PrefixMatch, PrefixNamespace, RadixCache, RadixNode
-from scheduler_components.ports import KvEventSource, PoolSource
 
 MADE: list[RadixCache] = []
 
@@ -44,44 +42,10 @@ def store(cache: RadixCache, tokens: list[int], namespace: PrefixNamespace | Non
     return cache.insert(tokens, [*found.pages, *cache.allocate(lacking)], namespace)
 
 
-def test_the_cache_fits_the_ports() -> None:
-    cache = make_cache()
-    source: KvEventSource = cache
-    pool: PoolSource = cache
-    assert source.take_events() == ()
-    assert (pool.page_size, pool.capacity_tokens, pool.used_tokens) == (2, 16, 0)
-
-
-def test_a_partial_page_is_neither_matched_nor_cached() -> None:
-    cache = make_cache()
-    assert store(cache, [1, 2, 3]).num_tokens == 2
-    assert cache.match_prefix([1]).num_tokens == 0
-    assert cache.match_prefix([1, 2, 3, 4]).num_tokens == 2
-
-
 def test_an_array_matches_like_a_list() -> None:
     cache = make_cache()
     stored = store(cache, [1, 2, 3, 4])
     assert cache.match_prefix(array("I", [1, 2, 3, 4, 5])) == cache.match_prefix([1, 2, 3, 4, 5]) == stored
-
-
-def test_the_second_of_two_equal_prompts_gives_its_pages_back() -> None:
-    cache = make_cache()
-    first, second = cache.allocate(2), cache.allocate(3)
-    cache.insert([1, 2, 3, 4], first)
-    assert cache.free_tokens == 6
-    merged = cache.insert([1, 2, 3, 4, 5, 6], second)
-    assert merged.pages == (*first, second[2])
-    assert cache.free_tokens == 10
-
-
-def test_namespaces_share_nothing() -> None:
-    cache = make_cache()
-    plain = store(cache, [1, 2])
-    salted = store(cache, [1, 2], PrefixNamespace(cache_salt="a"))
-    assert set(plain.pages).isdisjoint(salted.pages)
-    assert cache.match_prefix([1, 2], PrefixNamespace(cache_salt="b")).num_tokens == 0
-    assert len(set(cache.block_hashes())) == 2
 
 
 def test_sessions_share_pages() -> None:
@@ -133,15 +97,6 @@ def test_a_locked_prefix_stays_and_nothing_is_evicted_in_vain() -> None:
     assert len(cache.allocate(4)) == 4
 
 
-def test_no_match_can_be_locked_and_unlocked() -> None:
-    cache = make_cache()
-    nothing = cache.match_prefix([1, 2])
-    assert (nothing.num_tokens, nothing.pages) == (0, ())
-    cache.lock(nothing.node)
-    cache.unlock(nothing.node)
-    cache.check_integrity()
-
-
 def test_events_carry_the_namespace() -> None:
     cache = make_cache()
     namespace = PrefixNamespace(lora_id=3, lora_name="ad", cache_salt="s", extra_key="img", session_id="chat")
@@ -158,31 +113,6 @@ def test_events_carry_the_namespace() -> None:
         extra_keys=(("img",), ("img",)),
         session_id="chat",
     )
-
-
-def test_a_split_records_no_event() -> None:
-    cache = make_cache()
-    store(cache, [1, 1, 2, 2, 3, 3])
-    (whole,) = cache.take_events()
-    assert isinstance(whole, BlockStored)
-    cache.match_prefix([1, 1, 2, 2])
-    assert cache.take_events() == ()
-    store(cache, [1, 1, 4, 4])
-    (branch,) = cache.take_events()
-    assert isinstance(branch, BlockStored)
-    assert branch.parent_block_hash == whole.block_hashes[0]
-
-
-def test_clear_leaves_the_pages_of_requests_alone() -> None:
-    cache = make_cache(num_pages=4)
-    store(cache, [1, 1, 2, 2])
-    held = cache.allocate(1)
-    cache.clear()
-    assert (cache.used_tokens, cache.free_tokens) == (2, 6)
-    assert cache.take_events() == (AllBlocksCleared(),)
-    assert list(cache.block_hashes()) == []
-    cache.free(held)
-    cache.check_integrity()
 
 
 def evicted_node(cache: RadixCache) -> PrefixMatch:
