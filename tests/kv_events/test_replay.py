@@ -171,15 +171,6 @@ def test_replayed_batches_are_counted_and_folded_ones_carry_the_rank() -> None:
         assert (cursors.num_served, cursors.num_batches) == (turn, 4 * turn)
 
 
-def test_one_client_too_many_waits_for_its_turn() -> None:
-    cursors = cursors_of(stream_of(3), max_clients=1)
-    ask(cursors, 0)
-    ask(cursors, 0, b"d")
-    assert (cursors.clients, cursors.num_waiting) == ((b"c",), 1)
-    assert [numbers(answer(cursors)), numbers(answer(cursors, b"d"))] == [[0, 1, 2, -1]] * 2
-    assert (cursors.num_served, cursors.num_refused, cursors.num_waiting) == (2, 0, 0)
-
-
 def test_a_waiting_client_keeps_its_turn_when_it_changes_its_request() -> None:
     cursors = cursors_of(stream_of(3), max_clients=1)
     for client, start in ((b"a", 0), (b"b", 0), (b"c", 0), (b"b", 2)):
@@ -289,28 +280,6 @@ TestCrowd = Crowd.TestCase
 TestCrowd.settings = settings(deadline=None, max_examples=30, stateful_step_count=20)
 
 
-def test_an_answer_covers_the_batches_sent_before_its_request() -> None:
-    stream = stream_of(2)
-    cursors = cursors_of(stream)
-    ask(cursors, 0)
-    add(stream, 1)
-    assert numbers(answer(cursors)) == [0, 1, -1]
-
-
-def test_a_plain_client_overtaken_by_the_replay_buffer_gets_the_snapshot() -> None:
-    stream = stream_of(3, max_steps=3)
-    cursors = cursors_of(stream)
-    ask(cursors, 0)
-    first = cursors.message(b"c")
-    assert first is not None
-    cursors.on_sent(b"c")
-    add(stream, 10)
-    messages = [first, *answer(cursors)]
-    assert messages[-1][-2] == END_SEQ
-    assert set(hashes(messages)) >= {1, 2, 3}
-    assert numbers(messages)[:-1] == sorted(numbers(messages)[:-1])
-
-
 def stream_of_runs(count: int, *, max_steps: int) -> EventStream:
     """Batches of 250 KB, so that about ten of the snapshot fit into the largest message."""
     stream = EventStream(epoch=EPOCH, max_steps=max_steps, max_bytes=10**9)
@@ -378,14 +347,6 @@ def test_every_answer_that_is_cut_is_counted() -> None:
     assert cursors.num_truncated == 2
     cursors.end_all()
     assert cursors.num_truncated == 4
-
-
-def test_cutting_short_ends_every_answer() -> None:
-    cursors = cursors_of(stream_of(3))
-    ask(cursors, 0)
-    cursors.end_all()
-    assert answer(cursors) == [(b"c", b"", END_SEQ, b"")]
-    assert cursors.num_truncated == 1
 
 
 def test_clients_are_served_one_after_the_other_and_a_lost_one_is_forgotten() -> None:
@@ -522,19 +483,6 @@ def test_the_buffer_and_the_batches_of_open_answers_have_at_most_twice_the_bound
                 cursors.cancel_pinned()
             assert stream.next_sequence - stream.oldest <= 2 * 20 + 1
     assert len(cursors) == 30
-
-
-@pytest.mark.parametrize("verb", [ReplayVerb.SYNC, ReplayVerb.SNAPSHOT])
-def test_a_client_that_is_too_slow_is_cut_and_must_request_again(verb: ReplayVerb) -> None:
-    stream = stream_of(8, max_steps=3)
-    cursors = cursors_of(stream)
-    ask(cursors, ReplayRequest(5, verb, TOKEN, EPOCH))
-    add(stream, 20)
-    assert stream.has_stuck_pins
-    cursors.cancel_pinned()
-    end = answer(cursors)[-1]
-    assert end[-2:] == (END_SEQ, b"")
-    assert (stream.pins, cursors.num_truncated) == (0, 1)
 
 
 def test_only_clients_that_are_too_slow_are_cut() -> None:
@@ -688,10 +636,3 @@ def test_a_plain_client_gets_the_snapshot_at_most_once_more_however_slow_it_is()
     batches = [BatchDecoder().decode(each[-1]) for each in turns.answer[:-1]]
     assert sum(isinstance(event, AllBlocksCleared) for batch in batches for event in batch.events) == 2
     assert set(turns.blocks()) >= set(range(1, 601))
-
-
-def test_batches_are_folded_as_fast_as_they_arrive() -> None:
-    turns = Turns()
-    for _ in range(50):
-        turns.take(batches=30, sends=0)
-        assert len(turns.stream) <= MAX_STEPS + 30
