@@ -153,7 +153,7 @@ class _Scope:
 
 
 @dataclass(slots=True, kw_only=True)
-class AccessReader:
+class AccessReader:  # noqa: SCH003 - the scope of one function
     """Collects the uses in one function.
 
     Args:

@@ -80,7 +80,7 @@ class _Reads:
 
 
 @dataclass(slots=True)
-class LogStream:
+class LogStream:  # noqa: SCH003 - the tasks of one stream, and its counters
     """One stream's follower and its reading tasks. Implements ``LogChannel``.
 
     The polling thread uses ``follower``; the connection's thread uses everything else.

@@ -140,7 +140,7 @@ class _Records:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Chain:
+class _Chain:  # noqa: SCH003 - the digest and the ring that it is made of
     """The digest over all decisions, the decisions since the last agreement, and those before it.
 
     Attributes:

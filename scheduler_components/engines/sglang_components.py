@@ -218,7 +218,7 @@ class SglangKvEvents:
 class SglangLoggedLoadSource:
     """The port ``LoadSource`` of KvMetrics, from SGLang's last log line, in tokens."""
 
-    owner: SglangScheduler
+    owner: SglangScheduler  # noqa: SCH001 a port with the members that are read
     dp_rank: int
     max_running_requests: int
     capacity_tokens: int

@@ -202,7 +202,7 @@ class SglangQueueSource:
         has_lora, is_speculative: whether to report these parts.
     """
 
-    owner: SglangScheduler
+    owner: SglangScheduler  # noqa: SCH001 a port with the members that are read
     memory: MemoryLoad | None = None
     has_lora: bool = False
     is_speculative: bool = False

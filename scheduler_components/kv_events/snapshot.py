@@ -198,7 +198,7 @@ class CachedBlocks(Generic[T]):
     def __init__(self, runs_of: Callable[[Any], Sequence[BlockRun[T]]]) -> None:
         self.num_bytes = self.num_stored = 0
         self.half_gone: deque[PayloadRef] = deque()
-        self._runs_of = runs_of
+        self._runs_of: Callable[[Any], Sequence[BlockRun[T]]] = runs_of  # noqa: SCH004 of changes in any form
         self._locations: dict[BlockLocation, _Tables] = {}
         self._refs: dict[int, PayloadRef] = {}  # with content, by serial
         self._num_refs = 0

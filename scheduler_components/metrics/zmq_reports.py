@@ -56,7 +56,7 @@ class ReportWire(Generic[Sent, Received]):
         number_of: returns the sender of a report and its number, so that a reader counts what it missed.
     """
 
-    subject: str
+    subject: str  # noqa: SCH005 - one format: encode and decode belong together
     field: str
     encode: Callable[[Sent, int], tuple[bytes, ...]]
     decode: Callable[[list[bytes]], Received]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.ports import AllocationSink, DecisionSink, NullAllocationSink, NullDecisionLog
@@ -148,7 +148,7 @@ def _ignore(request: object, cached: CachedTokens) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestKvCache(Generic[Node]):
+class RequestKvCache(Generic[Node]):  # noqa: SCH003 - the cache, its tiers, and what is noted about requests
     """Assigns KV pages to requests and frees them.
 
     A page of a request is either its own, which means allocated and not yet full, or shared, which means that it is in
@@ -177,8 +177,8 @@ class RequestKvCache(Generic[Node]):
     allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
     decisions: DecisionSink = field(default_factory=NullDecisionLog)
     namespace: PrefixNamespace = DEFAULT_NAMESPACE
-    namespaces: Callable[..., PrefixNamespace] = _same_weights
-    on_cached_prompt: Callable[..., None] = _ignore
+    namespaces: Callable[[Any, PrefixNamespace], PrefixNamespace] = _same_weights  # noqa: SCH004 a request of your class
+    on_cached_prompt: Callable[[Any, CachedTokens], None] = _ignore  # noqa: SCH004 a request of your class
 
     def namespace_of(self, request: KvRequest[Node]) -> PrefixNamespace:
         """Return what identifies a prefix of this request together with its tokens."""

@@ -224,6 +224,11 @@ class _RequestClock:
         self.finished.append(request)
 
 
+def _conditions(config: ReplicaConfig) -> BatchConditions:
+    chunk_sizer = DynamicChunkSizer(page_size=config.page_size)
+    return BatchConditions(new_token_ratio=config.make_ratio(), chunk_sizer=chunk_sizer)
+
+
 @dataclass(slots=True, kw_only=True)
 class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
     """A scheduler composed of the kit's parts, in virtual time. ``compose`` wires it.
@@ -280,33 +285,34 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         tiers = _open_tiers(config, clock, storage, record=deliver_events is not None)
         cache = tiers.cache
         cache.record_decisions(decisions)
-        lower = None if isinstance(cache, RadixCache) else cache
         kv_cache = RequestKvCache[RadixNode](
-            cache=cache, tiers=lower, decisions=decisions, on_cached_prompt=SimulatedRequest.record_cached_prompt
+            cache=cache,
+            tiers=None if isinstance(cache, RadixCache) else cache,
+            decisions=decisions,
+            on_cached_prompt=SimulatedRequest.record_cached_prompt,
         )
-        rates, work = RateMeter(clock=clock), WorkCounters()
-        observer = _RequestClock(clock=clock, counts=counts, rates=rates)
-        chunk_sizer = DynamicChunkSizer(page_size=config.page_size)
+        work, observer = WorkCounters(), _RequestClock(clock=clock, counts=counts, rates=RateMeter(clock=clock))
         batcher = compose_batcher(
             kv_cache,
             config.limits,
             schedule_policy=config.schedule_policy,
             preemption_policy=config.preemption_policy,
-            conditions=BatchConditions(new_token_ratio=config.make_ratio(), chunk_sizer=chunk_sizer),
+            conditions=_conditions(config),
             observer=observer,
             decisions=decisions,
         )
-        queues = batcher.queues
         results = BatchResultProcessor[SimulatedRequest](
             kv=kv_cache, requests=batcher, output=OutputStreamer(sink=NullOutputSink()), observer=observer
         )
-        load = LoadInquirer(parallel=parallel, queues=queues, pool=cache, rates=rates, work=work, clock=clock)
-        sinks = SchedulerSinks(events=EncodedEventSink(deliver=deliver_events or _drop))
-        kv_events, _ = compose_reports(load, cache, sinks)
+        load = LoadInquirer(
+            parallel=parallel, queues=batcher.queues, pool=cache, rates=observer.rates, work=work, clock=clock
+        )
+        events = EncodedEventSink(deliver=deliver_events or _drop)
+        kv_events, _ = compose_reports(load, cache, SchedulerSinks(events=events))
         return cls(
             config=config,
             clock=clock,
-            queues=queues,
+            queues=batcher.queues,
             tiers=tiers,
             cache=cache,
             kv_cache=kv_cache,
