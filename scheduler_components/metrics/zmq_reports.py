@@ -56,9 +56,9 @@ class ReportWire(Generic[Sent, Received]):
         number_of: returns the sender of a report and its number, so that a reader counts what it missed.
     """
 
-    subject: str  # noqa: SCH005 - one format: encode and decode belong together
+    subject: str
     field: str
-    encode: Callable[[Sent, int], tuple[bytes, ...]]
+    encode: Callable[[Sent, int], tuple[bytes, ...]]  # noqa: SCH005 one format: encode and decode belong together
     decode: Callable[[list[bytes]], Received]
     max_bytes: int
     topic: bytes | None = None
