@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from scheduler_components.waiting.lora_queue import Adapter
 
-__all__ = ["SimulatedAdapters"]
-
 
 class SimulatedAdapters:
     """An ``AdapterStore`` without weights: the path of an adapter is a part of the source of each text."""

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["DigestMemory", "digest_files"]
-
 logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 64 << 20  # one file of several gigabytes is shared by all threads

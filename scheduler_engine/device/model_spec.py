@@ -6,8 +6,6 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-__all__ = ["KvShape", "ModelDtype", "ModelSpec", "TokenSpec"]
-
 ModelDtype: TypeAlias = Literal["float32", "bfloat16"]
 _ITEM_BYTES: dict[ModelDtype, int] = {"float32": 4, "bfloat16": 2}
 

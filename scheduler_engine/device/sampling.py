@@ -13,15 +13,6 @@ from scheduler_components import ConfigError
 from scheduler_components._internal.validators import check_integer, check_number
 from scheduler_components.values import GrammarKey
 
-__all__ = [
-    "MAX_GRAMMAR_CHARACTERS",
-    "MAX_TOP_LOGPROBS",
-    "SamplingParams",
-    "TokenLogprobs",
-    "MAX_TOKEN_ID",
-    "SamplingLimits",
-]
-
 MAX_TOP_LOGPROBS = 20
 """The most alternatives per token, as in OpenAI's API."""
 

@@ -20,8 +20,6 @@ from scheduler_components import ConfigError
 from scheduler_components.errors import first_line
 from scheduler_components.waiting.lora_queue import Adapter
 
-__all__ = ["AdaptedRows", "NullRowAdapters", "RowAdapters", "TorchAdapters", "read_adapter"]
-
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {

@@ -29,20 +29,6 @@ from transformers.masking_utils import causal_mask_function
 
 from scheduler_components import ConfigError
 
-__all__ = [
-    "PAGED_ATTENTION",
-    "PROBED_ATTENTION",
-    "AttentionBackend",
-    "DecodeGroup",
-    "KvLayers",
-    "PagedBatch",
-    "PrefillChunk",
-    "RowSpan",
-    "pack_batch",
-    "paged_attention",
-    "register_paged_attention",
-]
-
 PAGED_ATTENTION = "scheduler_components_paged"
 """The name of ``paged_attention`` in transformers' registry."""
 

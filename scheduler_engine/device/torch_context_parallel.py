@@ -24,14 +24,6 @@ import torch
 from scheduler_engine.device.torch_attention import PagedBatch
 from scheduler_engine.device.torch_model_parallel import ModelParallelGroup
 
-__all__ = [
-    "ContextParallelAttention",
-    "computed_positions",
-    "context_parallel_attention",
-    "gather_plan",
-    "use_logits_of_first_rank",
-]
-
 
 def computed_positions(start: int, end: int, group: ModelParallelGroup) -> list[int]:
     """Return the positions from ``start`` to ``end`` that this rank computes, in order. The last is always among them.

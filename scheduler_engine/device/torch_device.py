@@ -21,8 +21,6 @@ from scheduler_engine.device.torch_context_parallel import (
 from scheduler_engine.device.torch_model_parallel import ModelParallelGroup, NullModelParallelGroup
 from scheduler_engine.device.torch_sampling import SamplingDraw, choose_tokens, token_logprobs
 
-__all__ = ["TorchDevice"]
-
 _NO_NUMBERS = "the model returned logits that are not finite (NaN or infinity); check its weights and dtype"
 
 

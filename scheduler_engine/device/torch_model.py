@@ -39,8 +39,6 @@ from scheduler_engine.device.torch_tensor_parallel import (
     shard_model,
 )
 
-__all__ = ["TESTED_MODEL_TYPES", "inspect_model", "load_model"]
-
 TESTED_MODEL_TYPES = frozenset({
     "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere", "ctrl", "dots1", "ernie4_5", "ernie4_5_moe",
     "flex_olmo", "fuyu", "gemma", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "granite",

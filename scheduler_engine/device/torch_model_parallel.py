@@ -26,13 +26,6 @@ from scheduler_components import StartError
 from scheduler_components.agreement.torch_sync import wait_for_collective
 from scheduler_components.errors import SyncTimeoutError, first_line
 
-__all__ = [
-    "ModelParallelGroup",
-    "NullModelParallelGroup",
-    "TorchModelParallelGroup",
-    "open_model_parallel_group",
-]
-
 _TIMEOUT_S = 120.0  # a rank may compute its shard of a long chunk on a core that other processes use
 _ROLL_CALL_S = 2.0  # a survivor looks for failures of others every quarter of a second while it waits
 _OPERATION = "sum of the model"

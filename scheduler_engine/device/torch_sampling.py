@@ -18,8 +18,6 @@ from transformers import (
 
 from scheduler_engine.device.sampling import SamplingParams, TokenLogprobs
 
-__all__ = ["SamplingDraw", "choose_tokens", "token_logprobs", "uniform_sample"]
-
 
 class SamplingDraw(msgspec.Struct, frozen=True, gc=False):
     """The sampling of one row.

@@ -28,12 +28,6 @@ from scheduler_components.torch_weight_updater import TensorShards
 from scheduler_engine.device.model_spec import KvShape
 from scheduler_engine.device.torch_model_parallel import ModelParallelGroup
 
-__all__ = [
-    "ShapeOnlyModelParallelGroup",
-    "shard_model",
-    "max_tp_size",
-]
-
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _CUT_DIMENSION = {_COLUMNS: 0, _ROWS: 1}
 """Sharded dimension of a layer's weight, ``[outputs, inputs]``."""

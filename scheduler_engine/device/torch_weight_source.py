@@ -12,8 +12,6 @@ from scheduler_components import ConfigError
 from scheduler_engine.device.model_spec import ModelSpec
 from scheduler_engine.device.torch_model import inspect_model, load_model
 
-__all__ = ["ModelTensors", "read_weights"]
-
 
 class ModelTensors(Mapping[str, bytes]):
     """The tensors of a module as row-major bytes. A lookup copies one tensor.

@@ -11,8 +11,6 @@ from scheduler_components import ConfigError
 from scheduler_components.weight_updater import LoadedTensors
 from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
 
-__all__ = ["SimulatedMemory", "SimulatedWeights"]
-
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedWeights:

@@ -29,14 +29,6 @@ from scheduler_engine.engine.messages import (
     encode_outputs,
 )
 
-__all__ = [
-    "ZmqOutputSink",
-    "ZmqReportSender",
-    "FrontendLoadSink",
-    "FrontendRefusalSink",
-    "report_stalls_to",
-]
-
 
 @dataclass(slots=True, kw_only=True)
 class ZmqOutputSink:
