@@ -19,15 +19,15 @@ from scheduler_engine.engine.config import HiCacheConfig
 pytestmark = pytest.mark.processes
 
 MODULE = [sys.executable, "-m", "scheduler_components"]
-SMALL = ["--hicache", "--speed", "16", "--dp-size", "1", "--kv-tokens", "2048"]
+SMALL = ["--hicache", "--dp-size", "1", "--kv-tokens", "2048"]
 DEADLINE_S = 90
 
 
-def run(folder: Path, command: str, *arguments: str, num_ranks: int = 4) -> str:
+def run(folder: Path, command: str, *arguments: str, num_ranks: int = 4, speed: int = 16) -> str:
     """What a run over file storage says; it must pass its checks."""
     storage = ["--hicache-storage", "file", "--hicache-storage-path", str(folder)]
     done = subprocess.run(
-        [*MODULE, command, *SMALL, *storage, *arguments],
+        [*MODULE, command, *SMALL, "--speed", str(speed), *storage, *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -71,7 +71,8 @@ def test_prompts_in_a_circle_larger_than_device_and_host_come_from_storage(
     storage = tmp_path / "pages"
     storage.mkdir()
     waiting = ["--port", "0", "--hicache-host-tokens", "4096", "--hicache-prefetch", "wait_complete"]
-    found = hits(run(storage, "serve", "--trace", str(trace_beyond_the_host), *waiting))
+    # 100 ms between prompts, so that each is written to storage before it is evicted.
+    found = hits(run(storage, "serve", "--trace", str(trace_beyond_the_host), *waiting, speed=4))
     assert found["storage"] > 5
     assert found["device"] + found["host"] < found["storage"]
 
