@@ -7,7 +7,7 @@ collects their changes and makes their rows. Three passes, or a call per event, 
 
 - **Rows.** Most events set no option, or only their medium. They become tuples, or structs with exactly these fields.
   All other events become an array without trailing None, or a map without None. One pass over their options
-  (``_field_counter``) checks the types and finds the last one that is set.
+  (``_num_stored_fields``) checks the types and finds the last one that is set.
 - **Checks.** Packing tokens and hashes with ``struct`` is the fastest check of many integers: 3 ns each, as long as
   encoding one. If it fails, ``validated_event`` looks again and names the field. The events of this kit's caches were
   checked when their tokens entered the cache (``ValidatedEvents``), so they are converted without checks. One error
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from struct import Struct
 from struct import error as PackError
-from typing import Any, TypeAlias, get_args, get_type_hints
+from typing import Any, TypeAlias, get_type_hints
 
 import msgspec
 from msgspec.structs import astuple
@@ -163,34 +163,86 @@ def _is_valid_option(name: str, value: tuple[Any, ...]) -> bool:
     return True
 
 
-_OPTION_CHECKS: dict[object, str] = {str: "type({}) is str", int: "type({}) is int"}
-_OPTION_CHECKS |= {"extra_keys": "are_extra_keys({})", "lookahead_token_ids": "are_lookahead_tokens({})"}
+# The next functions check one option after the other by its name. A loop over the names takes five times as long, and a
+# table by the types of all options half as long again (benchmarks, codec: "64 events with all fields").
 
 
-_FieldCounter: TypeAlias = Callable[[tuple[Any, ...]], int]
+def _num_stored_fields(values: tuple[Any, ...]) -> int:
+    """Return the number of fields of a stored event up to its last set option; 0 if readers refuse an option.
 
-
-def _field_counter(kind: type[WireEvent]) -> _FieldCounter:
-    """Return the function that counts an event's fields up to its last set option; 0 if readers refuse an option.
-
-    Its source checks one option after the other by name, as ``dataclasses`` writes ``__init__``: a loop over the
-    options takes five times as long (benchmarks, codec: "64 events with all fields"). ``rows_with_changes`` checks the
-    fields before.
+    The medium is not checked.
     """
-    names = kind.__struct_fields__
-    first = names.index("medium") + 1
-    lines = ["def count_fields(values):", f"    {', '.join(names)} = values", f"    count = {first}"]
-    for number, name in enumerate(names[first:], first + 1):
-        check = _OPTION_CHECKS.get(name) or _OPTION_CHECKS[get_args(_WRITTEN[kind][name])[0]]
-        lines += [f"    if {name} is not None:", f"        if not {check.format(name)}:", "            return 0"]
-        lines += [f"        count = {number}"]
-    scope: dict[str, Any] = {"are_extra_keys": _are_extra_keys, "are_lookahead_tokens": _are_lookahead_tokens}
-    exec("\n".join([*lines, "    return count"]), scope)  # noqa: S102 - the source names fields and contains no input
-    return scope["count_fields"]  # type: ignore[no-any-return]
+    count = _num_fields_of_identity(values)
+    if not count:
+        return 0
+    _, _, _, _, _, _, _, _, _, _, _, kind, window, locality, ownership, lookahead = values
+    if kind is not None:
+        if type(kind) is not str:
+            return 0
+        count = 12
+    if window is not None:
+        if type(window) is not int:
+            return 0
+        count = 13
+    if locality is not None:
+        if type(locality) is not str:
+            return 0
+        count = 14
+    if ownership is not None:
+        if type(ownership) is not str:
+            return 0
+        count = 15
+    if lookahead is not None:
+        if not _are_lookahead_tokens(lookahead):
+            return 0
+        count = 16
+    return count
 
 
-_count_stored_fields, _count_removed_fields = _field_counter(BlockStored), _field_counter(BlockRemoved)
-_STORED, _REMOVED = (BlockStored.__name__,), (BlockRemoved.__name__,)
+def _num_fields_of_identity(values: tuple[Any, ...]) -> int:
+    """Return the same for the options that say whose block it is: those up to the session."""
+    _, _, _, _, _, _, lora_name, extra_keys, group_idx, cache_salt, session_id, _, _, _, _, _ = values
+    count = 6
+    if lora_name is not None:
+        if type(lora_name) is not str:
+            return 0
+        count = 7
+    if extra_keys is not None:
+        if not _are_extra_keys(extra_keys):
+            return 0
+        count = 8
+    if group_idx is not None:
+        if type(group_idx) is not int:
+            return 0
+        count = 9
+    if cache_salt is not None:
+        if type(cache_salt) is not str:
+            return 0
+        count = 10
+    if session_id is not None:
+        if type(session_id) is not str:
+            return 0
+        count = 11
+    return count
+
+
+def _num_removed_fields(values: tuple[Any, ...]) -> int:
+    """Return the same for a removed event."""
+    _, _, group_idx, locality, ownership = values
+    count = 2
+    if group_idx is not None:
+        if type(group_idx) is not int:
+            return 0
+        count = 3
+    if locality is not None:
+        if type(locality) is not str:
+            return 0
+        count = 4
+    if ownership is not None:
+        if type(ownership) is not str:
+            return 0
+        count = 5
+    return count
 
 
 def unknown_event(event: object) -> TypeError:
@@ -398,13 +450,13 @@ class DialectWriter:
                     else:
                         row = self._stored_on_medium(block_hashes, parent, token_ids, block_size, lora_id, medium)
                 else:
-                    row, place = self._row_with_options(event, _count_stored_fields, _STORED)
+                    row, place = self._row_with_options(event)
             elif kind is BlockRemoved and type(event.block_hashes) is tuple:
                 block_hashes, place = event.block_hashes, event.medium
                 if event.group_idx is None and event.locality is None and event.ownership is None:
                     row = self._removed(block_hashes) if place is None else self._removed_on_medium(block_hashes, place)
                 else:
-                    row, place = self._row_with_options(event, _count_removed_fields, _REMOVED)
+                    row, place = self._row_with_options(event)
             else:
                 row, place, block_hashes = self._cleared_row(event), None, ()
             rows.append(row)
@@ -422,13 +474,17 @@ class DialectWriter:
             raise PackError("another event needs a closer check")
         return self._cleared
 
-    def _row_with_options(self, event: Any, count_fields: _FieldCounter, tag: tuple[str]) -> tuple[Any, Any]:
+    def _row_with_options(self, event: Any) -> tuple[Any, Any]:
         """Return the row and the place of an event with options other than its medium."""
         values = astuple(event)
-        num_fields = count_fields(values)
+        num_fields = _num_stored_fields(values) if type(event) is BlockStored else _num_removed_fields(values)
         if not num_fields:
             raise PackError("an option needs a closer check")
-        row = tag + values[:num_fields] if self._is_array else self._makers[type(event)](values, num_fields)
+        row = (
+            (type(event).__name__, *values[:num_fields])
+            if self._is_array
+            else self._makers[type(event)](values, num_fields)
+        )
         medium, group_idx, locality, ownership = event.medium, event.group_idx, event.locality, event.ownership
         if group_idx is None and locality is None and ownership is None:
             return row, medium
