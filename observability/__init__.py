@@ -14,7 +14,7 @@ from scheduler_components._internal.lazy import lazy_exports
 if TYPE_CHECKING:
     from observability.conformance import check_conformance
     from observability.doctor import DoctorOptions, check_worker
-    from observability.http_kv_pool import KvPoolSource, kv_pool_route
+    from observability.http_kv_pool import kv_pool_route
     from observability.http_status import StatusSource, error_response, status_routes
     from observability.kv_pool_client import fetch_kv_pool
     from observability.kv_stream import discover, open_async_subscriber, open_subscriber
@@ -37,7 +37,6 @@ __all__ = [
     "StatusSource",
     "status_routes",
     "error_response",
-    "KvPoolSource",
     "kv_pool_route",
     "fetch_kv_pool",
     # streams
@@ -58,7 +57,7 @@ __getattr__ = lazy_exports(
         "observability.conformance": "check_conformance",
         "observability.doctor": "DoctorOptions check_worker",
         "observability.http_status": "StatusSource error_response status_routes",
-        "observability.http_kv_pool": "KvPoolSource kv_pool_route",
+        "observability.http_kv_pool": "kv_pool_route",
         "observability.kv_pool_client": "fetch_kv_pool",
         "observability.kv_stream": "discover open_async_subscriber open_subscriber",
         "observability.log_sink": "LogSink",

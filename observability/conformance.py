@@ -18,7 +18,7 @@ from observability.kv_stream import NoStreamsError, discover, escape_unprintable
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.kv_events import Endpoint, StreamAddress
 from scheduler_components.testing import stream_verifier
-from scheduler_components.testing.rules import RULES, RuleSeverity, Violation
+from scheduler_components.testing.rules import RULES, Violation
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions, probe_streams
 
 __all__ = [
@@ -94,7 +94,7 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         engine = tuple(each for each in _results(tuple(broken), frozenset(judged)) if each.rule in _ENGINE_RULES)
         reports = tuple(streams)
         results = [*engine, *(each for report in reports for each in report.rules)]
-        conforms = not any(each.status == "broken" and each.weight == RuleSeverity.ERROR for each in results)
+        conforms = not any(each.status == "broken" and each.weight == "error" for each in results)
         return cls(target, reachable, conforms, engine, reports)
 
     @property

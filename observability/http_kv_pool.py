@@ -12,10 +12,9 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import Protocol
 
 import msgspec
 
@@ -31,7 +30,7 @@ with naming_extras:
     from starlette.responses import Response
     from starlette.routing import Route
 
-__all__ = ["KvPoolSource", "kv_pool_route"]
+__all__ = ["kv_pool_route"]
 
 MIN_READ_INTERVAL_S = 1.0
 """Shortest time between two snapshots of one pool. A snapshot of 36,000 blocks takes a scheduler 2 ms."""
@@ -42,19 +41,6 @@ _MAX_CACHED_SNAPSHOTS = 4
 _MAX_DIGITS, _MAX_SHOWN = 8, 40
 
 _encode = msgspec.json.Encoder().encode
-
-
-class KvPoolSource(Protocol):
-    """The pools of an engine, usually read by the frontend process between two steps of a scheduler."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of streams, and so of pools."""
-        ...
-
-    async def read_pool(self, rank: int) -> KvPoolSnapshot:
-        """Read one pool. Raises ComponentError if its scheduler does not answer."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,10 +78,6 @@ class _CachedSnapshot:
         )
 
 
-class _SnapshotExpiredError(ComponentError):
-    """A snapshot is no longer kept."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _RankSnapshots:
     """The last snapshots of one pool. At most one read is in flight."""
@@ -108,12 +90,13 @@ class _RankSnapshots:
         for each in self.kept:
             if each.name == name:
                 return each
-        raise _SnapshotExpiredError(f"reading={name[:_MAX_SHOWN]!r}: is no longer kept; begin again without it")
+        raise LookupError(f"reading={name[:_MAX_SHOWN]!r}: is no longer kept; begin again without it")
 
 
 @dataclass(slots=True, kw_only=True)
 class _KvPoolEndpoint:
-    source: KvPoolSource
+    read_pool: Callable[[int], Awaitable[KvPoolSnapshot]]
+    num_ranks: int
     clock: Callable[[], float]
     ranks: dict[int, _RankSnapshots] = field(default_factory=dict)
     numbers: count[int] = field(default_factory=count)
@@ -123,14 +106,14 @@ class _KvPoolEndpoint:
             page = await self._page(request.query_params)
         except ConfigError as error:
             return error_response(400, str(error), param=error.field)
-        except _SnapshotExpiredError as error:
+        except LookupError as error:
             return error_response(410, str(error), param="reading")
         except ComponentError as error:
             return error_response(503, str(error))
         return Response(_encode(page), media_type="application/json", headers={"cache-control": "no-store"})
 
     async def _page(self, query: QueryParams) -> KvPoolPage:
-        rank = _number("rank", query.get("rank", "0"), self.source.num_ranks)
+        rank = _number("rank", query.get("rank", "0"), self.num_ranks)
         readings = self.ranks.setdefault(rank, _RankSnapshots())
         name, page = query.get("reading"), query.get("page", "0")
         if name is None:
@@ -144,7 +127,7 @@ class _KvPoolEndpoint:
         """Read the pool, or return the last snapshot if it is recent."""
         async with readings.lock:
             if not readings.kept or self.clock() >= readings.due_s:
-                reading = await self.source.read_pool(rank)
+                reading = await self.read_pool(rank)
                 readings.due_s = self.clock() + MIN_READ_INTERVAL_S
                 readings.kept.append(_CachedSnapshot.of(f"{rank}-{next(self.numbers)}", reading))
             return readings.kept[-1]
@@ -157,14 +140,23 @@ def _number(field: str, text: str, end: int) -> int:
     return number
 
 
-def kv_pool_route(source: KvPoolSource, *, clock: Callable[[], float] = time.monotonic) -> Route:
+def kv_pool_route(
+    read_pool: Callable[[int], Awaitable[KvPoolSnapshot]],
+    *,
+    num_ranks: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Route:
     """Return the route, to mount in an application.
 
     An invalid request gets 400 with one sentence, a snapshot that is no longer kept 410, and a scheduler that does not
     answer 503.
 
     Args:
-        source: reads pools.
+        read_pool: reads the pool of one rank, usually between two steps of its scheduler. Raises ComponentError if the
+            scheduler does not answer.
+        num_ranks: number of streams, and so of pools.
         clock: monotonic seconds.
     """
-    return Route("/kv_pool", _KvPoolEndpoint(source=source, clock=clock).answer, methods=["GET"])
+    return Route(
+        "/kv_pool", _KvPoolEndpoint(read_pool=read_pool, num_ranks=num_ranks, clock=clock).answer, methods=["GET"]
+    )

@@ -7,7 +7,7 @@ A check takes a function that opens an empty sink and a reader of the exported m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -27,13 +27,11 @@ __all__ = [
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class MetricReader(Protocol):
-    """Reads what a metrics sink exposes, usually by a scrape."""
+MetricReader = Callable[[str, Mapping[str, str]], float | None]
+"""Returns what a sink exposes as the newest value of a metric of the catalogue; None without a value.
 
-    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
-        """Return the newest value of a metric of the catalogue, without its prefix; None without a value."""
-        ...
-
+The arguments are the metric's name without prefix, and its labels. A reader usually scrapes.
+"""
 
 OpenMetricsSink = Callable[[], tuple[MetricsSink, MetricReader]]
 
@@ -93,7 +91,7 @@ def check_restarted_rank_is_accepted(open_sink: OpenMetricsSink) -> None:
     trace, sink, reader = _begin("Totals that fall do not raise", open_sink)
     _record(trace, sink, make_scheduler_stats(scale=5))
     _record(trace, sink, stats := make_scheduler_stats(scale=1))
-    found = reader.value("num_running_reqs", dict(stats.labels))
+    found = reader("num_running_reqs", dict(stats.labels))
     trace.expect(stats.load.num_running_reqs, found, "num_running_reqs of the restarted rank")
 
 
@@ -124,7 +122,7 @@ def _expect(trace: CheckTrace, reader: MetricReader, stats: SchedulerStats) -> N
     for metric in SCHEDULER_METRICS:
         wanted = read_number(metric, stats) if metric.path else None
         if wanted is not None:
-            trace.expect(float(wanted), reader.value(metric.name, labels), f"{metric.name} of {labels}")
+            trace.expect(float(wanted), reader(metric.name, labels), f"{metric.name} of {labels}")
 
 
 METRICS_SINK_CHECKS: tuple[Callable[[OpenMetricsSink], None], ...] = (

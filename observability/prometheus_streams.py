@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 from observability.catalog import (
     LOG_METRICS,
@@ -30,7 +30,7 @@ with naming_extras:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric as MetricFamily
 
-__all__ = ["LogCollector", "RelayCollector", "RelayStatsSource", "StreamCollector"]
+__all__ = ["LogCollector", "RelayCollector", "StreamCollector"]
 
 _OF_STREAMS = (STREAM_STATE_METRIC, *STREAM_METRICS)
 _Labels: TypeAlias = dict[str, str]
@@ -84,36 +84,34 @@ class StreamCollector(CatalogCollector):
         return _stream_families(({"rank": str(rank)}, stats) for rank, stats in self._source.stats().items())
 
 
-class RelayStatsSource(Protocol):
-    """The streams of a relay: a ``ZmqRelay``. Read on the scraping thread."""
-
-    def followed(self) -> Iterable[tuple[str, StreamStats]]:
-        """Return the name of the source and the statistics of each followed stream."""
-        ...
-
-    def relayed(self) -> Iterable[tuple[int, RelayedStreamStats]]:
-        """Return the rank and the statistics of each published stream."""
-        ...
-
-
 class RelayCollector(CatalogCollector):
     """Exports a relay's streams: ``kv_stream_*`` by source and rank, ``kv_relay_*`` by rank.
+
+    Args:
+        registry: exports the metrics.
+        followed: returns the name of the source and the statistics of each followed stream: ``ZmqRelay.followed``.
+        relayed: returns the rank and the statistics of each published stream: ``ZmqRelay.relayed``.
 
     Raises:
         ConfigError: the registry already has these metrics.
     """
 
-    def __init__(self, registry: CollectorRegistry, source: RelayStatsSource) -> None:
-        self._source = source
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        followed: Callable[[], Iterable[tuple[str, StreamStats]]],
+        relayed: Callable[[], Iterable[tuple[int, RelayedStreamStats]]],
+    ) -> None:
+        self._followed, self._relayed = followed, relayed
         super().__init__(registry, RELAY_PREFIX)
 
     def describe(self) -> Iterator[MetricFamily]:
         return _empty_families((*_OF_STREAMS, *RELAY_METRICS))
 
     def collect(self) -> Iterator[MetricFamily]:
-        followed = self._source.followed()
+        followed = self._followed()
         yield from _stream_families(({"source": name, "rank": str(stats.rank)}, stats) for name, stats in followed)
-        yield from _families(RELAY_METRICS, [({"rank": str(rank)}, stats) for rank, stats in self._source.relayed()])
+        yield from _families(RELAY_METRICS, [({"rank": str(rank)}, stats) for rank, stats in self._relayed()])
 
 
 class LogCollector(CatalogCollector):

@@ -49,15 +49,14 @@ class ComponentGate:
     run: Callable[[ParallelState], Sequence[int | None]]
     answers: dict[ParallelState, Sequence[int | None]] = attrs.field(factory=dict)
 
-    def speaks(self, rank: TopologyRank) -> bool:
+    def __call__(self, rank: TopologyRank) -> int | None:
         parallel = rank.parallel
         if parallel not in self.answers:
             self.answers[parallel] = self.run(parallel)
-        assert len(self.answers[parallel]) <= 1
-        return bool(self.answers[parallel])
-
-    def stream_index(self, rank: TopologyRank) -> int:
-        [index] = self.answers[rank.parallel]
+        answers = self.answers[parallel]
+        if not answers:
+            return None
+        [index] = answers
         assert index is not None
         return index
 

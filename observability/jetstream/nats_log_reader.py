@@ -70,22 +70,14 @@ class Inbox:
 
 
 @dataclass(slots=True)
-class _Reads:
-    """The tasks of one stream: the reading of its log, which is at ``next_log_seq``, requests, and ending readings."""
-
-    log: asyncio.Task[None] | None = None
-    next_log_seq: int = 0
-    requests: set[asyncio.Task[None]] = field(default_factory=set)
-    ended: set[asyncio.Task[None]] = field(default_factory=set)
-
-
-@dataclass(slots=True)
 class LogStream:  # noqa: SCH003 - the tasks of one stream, and its counters
     """One stream's follower and its reading tasks. Implements ``LogChannel``.
 
     The polling thread uses ``follower``; the connection's thread uses everything else.
 
     Attributes:
+        log_task: reads the log, which is at ``next_log_seq``.
+        request_tasks, ended_tasks: requests, and ending readings of the log.
         bad_messages: unreadable messages and heartbeats.
         disconnects: times that the broker was lost.
         problem: why the writer cannot store batches; empty if it can.
@@ -96,7 +88,10 @@ class LogStream:  # noqa: SCH003 - the tasks of one stream, and its counters
     inbox: Inbox
     follower: LogFollower = field(init=False)
     client: Client | None = None
-    reads: _Reads = field(default_factory=_Reads)
+    log_task: asyncio.Task[None] | None = None
+    next_log_seq: int = 0
+    request_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    ended_tasks: set[asyncio.Task[None]] = field(default_factory=set)
     bad_messages: int = 0
     disconnects: int = 0
     problem: str = ""
@@ -136,8 +131,8 @@ class LogStream:  # noqa: SCH003 - the tasks of one stream, and its counters
 
     def _start_task(self, work: Callable[..., object], *args: object) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work(*args))  # type: ignore[arg-type]
-        self.reads.requests.add(task)
-        task.add_done_callback(self.reads.requests.discard)
+        self.request_tasks.add(task)
+        task.add_done_callback(self.request_tasks.discard)
 
     async def _request_snapshot(self) -> None:
         try:
@@ -205,19 +200,19 @@ class LogStream:  # noqa: SCH003 - the tasks of one stream, and its counters
 
     def _start_reading(self, reading_id: int, log_seq: int) -> None:
         self.stop_reading()
-        self.reads.log = asyncio.get_running_loop().create_task(self._read_log(reading_id, log_seq))
+        self.log_task = asyncio.get_running_loop().create_task(self._read_log(reading_id, log_seq))
 
     def stop_reading(self) -> None:
         """Cancel the reading of the log."""
-        task, self.reads.log = self.reads.log, None
+        task, self.log_task = self.log_task, None
         if task is not None:
-            self.reads.ended.add(task)
-            task.add_done_callback(self.reads.ended.discard)
+            self.ended_tasks.add(task)
+            task.add_done_callback(self.ended_tasks.discard)
             task.cancel()
 
     async def _read_log(self, reading_id: int, log_seq: int) -> None:
         """Read from ``log_seq`` on. When the broker ends the subscription, continue after the last message."""
-        self.reads.next_log_seq = log_seq
+        self.next_log_seq = log_seq
         while True:
             try:
                 await self._read_subscription(reading_id)
@@ -229,7 +224,7 @@ class LogStream:  # noqa: SCH003 - the tasks of one stream, and its counters
         assert self.client is not None
         config = ConsumerConfig(
             deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=self.reads.next_log_seq,
+            opt_start_seq=self.next_log_seq,
             ack_policy=AckPolicy.NONE,
             inactive_threshold=_INACTIVE_S,
             mem_storage=True,
@@ -261,13 +256,13 @@ class LogStream:  # noqa: SCH003 - the tasks of one stream, and its counters
             self.bad_messages += 1
         else:
             await self.inbox.put(partial(self.follower.on_message, reading_id, decoded))
-        self.reads.next_log_seq = max(self.reads.next_log_seq, log_seq + 1)
+        self.next_log_seq = max(self.next_log_seq, log_seq + 1)
 
     async def close(self) -> None:
         """Cancel every task."""
-        tasks = (*self.reads.requests, *self.reads.ended)
-        if self.reads.log is not None:
-            tasks += (self.reads.log,)
+        tasks = (*self.request_tasks, *self.ended_tasks)
+        if self.log_task is not None:
+            tasks += (self.log_task,)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,54 +9,23 @@ from typing import Protocol, assert_never
 import msgspec
 
 from observability.kv_stream.instructions import (
-    AbortStaging,
     Apply,
     ApplyStaged,
     Clear,
-    CommitStaging,
-    StartStaging,
+    Staging,
     ViewInstruction,
 )
 from observability.kv_stream.stream_state import CursorCounters, StreamState, ViewFeedback
 from observability.kv_stream.stream_stats import StreamStats
 from observability.kv_stream.view import BlockView
 from scheduler_components import AllBlocksCleared, DecodeError
-from scheduler_components.kv_events import DecodedBatch
+from scheduler_components.kv_events import BatchDecoder, DecodedBatch
 
-__all__ = ["ApplierCounters", "BatchApplier", "NullStreamListener", "PayloadDecoder", "StreamListener"]
-
-
-@dataclass(slots=True)
-class ApplierCounters:
-    """Counters of one stream's batches and chunks. ``lag_s`` and ``last_error`` are those of the latest.
-
-    ``newest_ts`` is the time stamp of the newest batch in the view, ``staged_ts`` of that in the staging view.
-    """
-
-    batches: int = 0
-    events: int = 0
-    decode_errors: int = 0
-    rank_mismatches: int = 0
-    lag_s: float | None = None
-    newest_ts: float | None = None
-    staged_ts: float | None = None
-    last_error: str = ""
+__all__ = ["BatchApplier", "NullStreamListener", "StreamListener"]
 
 
 _CURSOR_STATS = tuple(set(CursorCounters.__slots__) & set(StreamStats.__struct_fields__))
 """The cursor's counters that ``StreamStats`` has under the same name."""
-
-
-class PayloadDecoder(Protocol):
-    """Decodes payloads, as ``BatchDecoder`` does."""
-
-    def decode(self, payload: bytes) -> DecodedBatch:
-        """Decode one payload. ``errors`` of the batch names each event that could not be read.
-
-        Raises:
-            DecodeError: the batch as a whole cannot be read.
-        """
-        ...
 
 
 class StreamListener(Protocol):
@@ -129,16 +98,26 @@ class BatchApplier:
     Attributes:
         rank: number of the stream in the view. A batch that names another rank is applied and counted.
         wall_clock: seconds since the epoch, for the lag and the age of the newest batch.
+        batches, events, decode_errors, rank_mismatches: counters of the batches and chunks.
+        lag_s, last_error: of the latest batch or chunk.
+        newest_ts, staged_ts: time stamp of the newest batch in the view, and in the staging view.
         staging: the view in which a snapshot is built, None without one.
         state: the state that the listener knows.
     """
 
     rank: int
     view: BlockView
-    decoder: PayloadDecoder
+    decoder: BatchDecoder
     listener: StreamListener
     wall_clock: Callable[[], float]
-    counters: ApplierCounters = field(default_factory=ApplierCounters)
+    batches: int = field(default=0, init=False)
+    events: int = field(default=0, init=False)
+    decode_errors: int = field(default=0, init=False)
+    rank_mismatches: int = field(default=0, init=False)
+    lag_s: float | None = field(default=None, init=False)
+    newest_ts: float | None = field(default=None, init=False)
+    staged_ts: float | None = field(default=None, init=False)
+    last_error: str = field(default="", init=False)
     staging: BlockView | None = None
     state: StreamState = field(default=StreamState.CONNECTING, init=False)
 
@@ -149,15 +128,15 @@ class BatchApplier:
         if isinstance(instruction, ApplyStaged):
             is_snapshot_chunk = instruction.is_snapshot_chunk
             return self.apply_staged(instruction.seq, instruction.payload, is_snapshot_chunk=is_snapshot_chunk)
-        if isinstance(instruction, StartStaging):
+        if instruction is Staging.START:
             self.start_staging()
-        elif isinstance(instruction, CommitStaging):
+        elif instruction is Staging.COMMIT:
             self.commit_staging()
-        elif isinstance(instruction, AbortStaging):
+        elif instruction is Staging.ABORT:
             self.abort_staging()
         elif isinstance(instruction, Clear):
             self.view.clear(self.rank)
-            self.counters.newest_ts = None
+            self.newest_ts = None
             self.listener.on_view_cleared(self.rank, instruction.reason)
         else:
             assert_never(instruction)
@@ -178,7 +157,7 @@ class BatchApplier:
         """Create an empty staging view."""
         self._discard_staging()
         self.staging = self.view.create_staging()
-        self.counters.staged_ts = None
+        self.staged_ts = None
         self.listener.on_snapshot_begin(self.rank)
 
     def apply_staged(self, seq: int, payload: bytes, *, is_snapshot_chunk: bool) -> ViewFeedback | None:
@@ -196,7 +175,7 @@ class BatchApplier:
         assert self.staging is not None
         self.view.replace(self.rank, self.staging)
         self.staging = None
-        self.counters.newest_ts = self.counters.staged_ts
+        self.newest_ts = self.staged_ts
         self.listener.on_snapshot_end(self.rank, was_used=True)
 
     def abort_staging(self) -> None:
@@ -213,49 +192,48 @@ class BatchApplier:
         self, cursor_counters: CursorCounters, *, state: StreamState, last_seq: int, endpoint: str
     ) -> StreamStats:
         """Return the statistics of the stream. The owner of its sockets adds those of the transport."""
-        counters, blocks = self.counters, self.view.counters(self.rank)
+        blocks = self.view.counters(self.rank)
         return StreamStats(
             rank=self.rank,
             endpoint=endpoint,
             state=state,
             last_seq=last_seq,
-            batches=counters.batches,
-            events=counters.events,
+            batches=self.batches,
+            events=self.events,
             blocks_stored=blocks.stored_blocks,
             blocks_removed=blocks.removed_blocks,
             blocks_held=self.view.block_count(self.rank),
-            decode_errors=counters.decode_errors,
-            rank_mismatches=counters.rank_mismatches,
+            decode_errors=self.decode_errors,
+            rank_mismatches=self.rank_mismatches,
             unknown_removals=blocks.unknown_removals,
             unknown_media=blocks.unknown_media,
-            lag_s=counters.lag_s,
-            newest_batch_age_s=None if counters.newest_ts is None else self.wall_clock() - counters.newest_ts,
-            last_error=counters.last_error,
+            lag_s=self.lag_s,
+            newest_batch_age_s=None if self.newest_ts is None else self.wall_clock() - self.newest_ts,
+            last_error=self.last_error,
             **{name: getattr(cursor_counters, name) for name in _CURSOR_STATS},
         )
 
     def _apply_to(
         self, view: BlockView, seq: int, payload: bytes, *, replayed: bool, is_snapshot_chunk: bool = False
     ) -> ViewFeedback | None:
-        counters = self.counters
         try:
             batch = self.decoder.decode(payload)
         except DecodeError as error:
-            counters.decode_errors += 1
-            counters.last_error = f"batch {seq}: {error.reason}"
+            self.decode_errors += 1
+            self.last_error = f"batch {seq}: {error.reason}"
             self.listener.on_batch_unreadable(self.rank, seq, error)
             return ViewFeedback.DAMAGED
-        counters.batches += 1
-        counters.events += len(batch.events)
+        self.batches += 1
+        self.events += len(batch.events)
         if batch.attn_dp_rank is not None and batch.attn_dp_rank != self.rank:
-            counters.rank_mismatches += 1
+            self.rank_mismatches += 1
         if not replayed:
-            counters.lag_s = self.wall_clock() - batch.ts
+            self.lag_s = self.wall_clock() - batch.ts
         if not is_snapshot_chunk:
             if view is self.view:
-                counters.newest_ts = batch.ts
+                self.newest_ts = batch.ts
             else:
-                counters.staged_ts = batch.ts
+                self.staged_ts = batch.ts
         view.apply(self.rank, batch.events)
         if is_snapshot_chunk and batch.events and isinstance(batch.events[0], AllBlocksCleared):
             # The first chunk begins with a clear so that it can be applied to any view. No clear happened.
@@ -266,8 +244,8 @@ class BatchApplier:
 
     def _feedback_of(self, seq: int, batch: DecodedBatch) -> ViewFeedback | None:
         if batch.errors:
-            self.counters.decode_errors += len(batch.errors)
-            self.counters.last_error = f"batch {seq}: {batch.errors[-1].reason}"
+            self.decode_errors += len(batch.errors)
+            self.last_error = f"batch {seq}: {batch.errors[-1].reason}"
             return ViewFeedback.DAMAGED
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):

@@ -9,18 +9,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from observability.kv_stream.instructions import (
-    AbortStaging,
     Apply,
     ApplyStaged,
     Clear,
-    CommitStaging,
     Instruction,
     RetryLater,
     SendReplayRequest,
-    StartStaging,
+    Staging,
     request_token,
 )
-from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState, change_state
+from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, StreamState, change_state
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayVerb
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES, STREAM_DIGEST_BYTES, digest_after
 
@@ -181,7 +179,6 @@ class DigestCursor:
             connection that has not shown the extension means that a successor without the extension took over. Before
             the extension was ever seen, one failed request means that.
         counters: shared with the other cursor of the stream.
-        credit: for requests about gaps; shared likewise.
         is_shown: the publisher has shown the extension on this connection, to another cursor.
 
     Attributes:
@@ -191,7 +188,7 @@ class DigestCursor:
     """
 
     __slots__ = (
-        "_credit", "_damaged_at", "_failures", "_has_strays", "_newest_dropped", "_num_unverified", "_patience",
+        "_damaged_at", "_failures", "_has_strays", "_newest_dropped", "_num_unverified", "_patience",
         "_position", "_request", "_shown_on_connection", "_state", "counters", "has_extension", "lacks_extension",
         "upstream",
     )  # fmt: skip
@@ -201,14 +198,12 @@ class DigestCursor:
         *,
         patience: int = 3,
         counters: CursorCounters | None = None,
-        credit: ReplayCredit | None = None,
         is_shown: bool = False,
     ) -> None:
         self.counters = counters or CursorCounters()
         self.has_extension = self._shown_on_connection = is_shown
         self.lacks_extension = False
         self.upstream: str | None = None
-        self._credit = credit or ReplayCredit()
         self._patience = patience
         self._state = StreamState.CONNECTING
         self._position = Position()
@@ -302,9 +297,9 @@ class DigestCursor:
 
     def _recover_gap(self) -> tuple[Instruction, ...]:
         """Request the missing batches if there is credit. For probable strays, a LIVE view requests only a status."""
-        if self._request is None and self._credit.available and self._has_strays and self._state in _FOLLOWING:
+        if self._request is None and self.counters.credit and self._has_strays and self._state in _FOLLOWING:
             return self._send(ReplayVerb.STATUS)
-        if self._request is None and self._credit.available:
+        if self._request is None and self.counters.credit:
             return self._sync()
         if not self._has_strays:
             self._change_state(StreamState.RECOVERING)
@@ -346,7 +341,7 @@ class DigestCursor:
             return self._check_status(request, meta)
         if meta.kind is ReplayMetaKind.END:
             return self._finish(request, meta)
-        return (StartStaging(),) if meta.snap else _NONE
+        return (Staging.START,) if meta.snap else _NONE
 
     def _check_status(self, request: _ExtendedRequest, meta: ReplayMeta) -> tuple[Instruction, ...]:
         """Compare a status with the position of the request: the view may have advanced since."""
@@ -398,7 +393,7 @@ class DigestCursor:
         # The damage may be anywhere in the snapshot: it is readable again once the replay buffer starts after all of
         # it.
         self._damaged_at = staging.next if request.is_damaged else None
-        return (CommitStaging(),)
+        return (Staging.COMMIT,)
 
     def on_replay_end(self, request_id: int) -> tuple[Instruction, ...]:
         """Handle a bare end marker: the publisher has no extension, or had to cut its answer."""
@@ -482,7 +477,7 @@ class DigestCursor:
         request, self._request = self._request, None
         if request is not None:
             self._newest_dropped = max(request.newest_dropped, self._newest_dropped)
-        return _NONE if request is None or request.staging is None else (AbortStaging(),)
+        return _NONE if request is None or request.staging is None else (Staging.ABORT,)
 
     def _set_upstream(self, meta: ReplayMeta) -> None:
         """Store the relay's own state. A relay that does not know its stream ends LIVE, whatever the answer proves."""

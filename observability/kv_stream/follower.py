@@ -148,16 +148,16 @@ class FollowerBase(Generic[CursorT]):
 
     def _take_credit(self, now_s: float) -> None:
         """Take the credit of one request, and restore it by time."""
-        credit = self.cursor.credit
-        if credit.available == MAX_REPLAY_CREDIT:
+        counters = self.cursor.counters
+        if counters.credit == MAX_REPLAY_CREDIT:
             self._deadlines.credit_s = now_s + self.policy.request_interval_s
-        credit.available -= 1
+        counters.credit -= 1
 
     def _restore_credit(self, now_s: float) -> None:
         """Restore the credit of one request."""
-        credit = self.cursor.credit
-        credit.available += 1
-        is_full = credit.available == MAX_REPLAY_CREDIT
+        counters = self.cursor.counters
+        counters.credit += 1
+        is_full = counters.credit == MAX_REPLAY_CREDIT
         self._deadlines.credit_s = math.inf if is_full else now_s + self.policy.request_interval_s
 
     def _report_state(self) -> None:
@@ -284,7 +284,7 @@ class StreamFollower(FollowerBase[StreamCursor]):
 
     def _send(self, request: SendReplayRequest, now_s: float) -> None:
         """Send a request, or hold it until there is credit."""
-        if not self.cursor.credit.available:
+        if not self.cursor.counters.credit:
             self._held = request
             self._cancel()
             return

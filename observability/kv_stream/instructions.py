@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 import msgspec
 
 from observability.kv_stream.log_records import SnapshotPointer
@@ -9,11 +11,9 @@ from scheduler_components.kv_events.replay_messages import ReplayRequest, Replay
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 
 __all__ = [
-    "AbortStaging",
     "Apply",
     "ApplyStaged",
     "Clear",
-    "CommitStaging",
     "Instruction",
     "LogInstruction",
     "ProbeExtensionLater",
@@ -23,7 +23,7 @@ __all__ = [
     "RequestSnapshot",
     "RetryLater",
     "SendReplayRequest",
-    "StartStaging",
+    "Staging",
     "ViewInstruction",
     "request_token",
 ]
@@ -39,10 +39,6 @@ class Apply(msgspec.Struct, frozen=True, gc=False):
     replayed: bool
 
 
-class StartStaging(msgspec.Struct, frozen=True, gc=False):
-    """Create an empty staging view for a snapshot. The current view stays until ``CommitStaging`` replaces it."""
-
-
 class ApplyStaged(msgspec.Struct, frozen=True, gc=False):
     """Apply one payload to the staging view, then report what it contained as after ``Apply``.
 
@@ -55,12 +51,18 @@ class ApplyStaged(msgspec.Struct, frozen=True, gc=False):
     is_snapshot_chunk: bool
 
 
-class CommitStaging(msgspec.Struct, frozen=True, gc=False):
-    """Replace the current view by the staging view, atomically."""
+class Staging(Enum):
+    """A step of a snapshot.
 
+    Attributes:
+        START: create an empty staging view. The current view stays until ``COMMIT`` replaces it.
+        COMMIT: replace the current view by the staging view, atomically.
+        ABORT: discard the staging view: the snapshot cannot be used.
+    """
 
-class AbortStaging(msgspec.Struct, frozen=True, gc=False):
-    """Discard the staging view: the snapshot cannot be used."""
+    START = auto()
+    COMMIT = auto()
+    ABORT = auto()
 
 
 class Clear(msgspec.Struct, frozen=True, gc=False):
@@ -69,7 +71,7 @@ class Clear(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-ViewInstruction = Apply | ApplyStaged | StartStaging | CommitStaging | AbortStaging | Clear
+ViewInstruction = Apply | ApplyStaged | Staging | Clear
 
 # --- for the replay channel ---
 

@@ -36,7 +36,8 @@
 #   R5. Without heartbeats no view is LIVE. The view stays until the follower reports ``ConnectionTimedOut``.
 #
 # Only heartbeats make a reader send requests, whatever the log contains. Any client of the broker may send heartbeats,
-# so requests have a credit (``ReplayCredit``). What finds no credit is requested after one of the next heartbeats.
+# so requests have a credit (``CursorCounters.credit``). What finds no credit is requested after one of the next
+# heartbeats.
 #
 # Limit: a client with permission to write to the subjects can forge a batch that fits. The next heartbeat exposes it,
 # and every snapshot leads to it again until one covers it. The broker's permissions must keep other writers out.
@@ -49,21 +50,19 @@ from dataclasses import dataclass, field
 
 from observability.kv_stream.digest_cursor import NO_EPOCH, Position
 from observability.kv_stream.instructions import (
-    AbortStaging,
     Apply,
     ApplyStaged,
     Clear,
-    CommitStaging,
     LogInstruction,
     ReadLog,
     ReadPointer,
     ReadSnapshot,
     RequestSnapshot,
     RetryLater,
-    StartStaging,
+    Staging,
 )
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
-from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState, change_state
+from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, StreamState, change_state
 from scheduler_components.kv_events.stream_digest import digest_after
 
 __all__ = ["STALLED_HEARTBEATS", "LogCursor"]
@@ -152,7 +151,6 @@ class LogCursor:
     """Recovers one stream of a log by heartbeats, pointer and snapshot.
 
     Attributes:
-        credit: pointer reads that may be sent now. The follower takes one for each, and restores it by time.
         fenced: messages of another epoch.
         forged: messages with another digest than the one that follows.
         upstream: from the last heartbeat, see ``LogHeartbeat``.
@@ -160,12 +158,11 @@ class LogCursor:
 
     __slots__ = (
         "_failures", "_heartbeat", "_num_stalled", "_request", "_staging", "_stalled_at", "_state", "_view", "counters",
-        "credit", "fenced", "forged", "upstream",
+        "fenced", "forged", "upstream",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.counters = CursorCounters()
-        self.credit = ReplayCredit()
         self.fenced = self.forged = 0
         self.upstream: str | None = None
         self._state = StreamState.CONNECTING
@@ -284,7 +281,7 @@ class LogCursor:
             self.counters.snapshots += 1
             self.counters.restarts += self.epoch not in (NO_EPOCH, target.at.epoch)
             self._view, self._staging = target, None
-            commit = (CommitStaging(),)
+            commit = (Staging.COMMIT,)
         self._settle()
         heartbeat = self._heartbeat
         if target.damaged_at is not None and heartbeat is not None and heartbeat.snapshot_end > target.damaged_at:
@@ -396,7 +393,7 @@ class LogCursor:
         self._recover()
         yield from self._drop_staging()
         self._staging = position
-        yield StartStaging()
+        yield Staging.START
         for chunk in snapshot.chunks:
             yield ApplyStaged(snapshot.first - 1, chunk, True)
         for seq, payload in enumerate(snapshot.batches, snapshot.first):
@@ -414,11 +411,11 @@ class LogCursor:
     def on_retry_due(self) -> tuple[LogInstruction, ...]:
         if not self._failures or self._request is not None:
             return _NONE
-        return self._send(is_forced=True) if self.credit.available else (RetryLater(self._failures),)
+        return self._send(is_forced=True) if self.counters.credit else (RetryLater(self._failures),)
 
     def _read_pointer(self, *, is_forced: bool) -> tuple[LogInstruction, ...]:
         """Read the pointer, unless a request is open or waits for its pause, or there is no credit."""
-        is_waiting = self._request is not None or self._failures or not self.credit.available
+        is_waiting = self._request is not None or self._failures or not self.counters.credit
         return _NONE if is_waiting else self._send(is_forced=is_forced)
 
     def _send(self, *, is_forced: bool) -> tuple[LogInstruction, ...]:
@@ -434,7 +431,7 @@ class LogCursor:
 
     def _drop_staging(self) -> tuple[LogInstruction, ...]:
         staging, self._staging = self._staging, None
-        return _NONE if staging is None else (AbortStaging(),)
+        return _NONE if staging is None else (Staging.ABORT,)
 
     # --- what the follower found in a batch ---
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from observability.kv_stream.instructions import Apply, Clear, Instruction, RetryLater, SendReplayRequest
-from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState, change_state
+from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, StreamState, change_state
 
 __all__ = ["NO_SEQUENCE", "PlainCursor"]
 
@@ -61,11 +61,10 @@ class PlainCursor:
         has_replay: whether the publisher offers a replay channel.
         patience: unanswered requests in a row after which the stream is followed without history.
         counters: shared with the other cursor of the stream.
-        credit: for requests about gaps; shared likewise.
     """
 
     __slots__ = (
-        "_credit", "_failures", "_has_gap", "_has_replay", "_last_live_seq", "_patience", "_request", "_run", "_state",
+        "_failures", "_has_gap", "_has_replay", "_last_live_seq", "_patience", "_request", "_run", "_state",
         "counters",
     )  # fmt: skip
 
@@ -75,10 +74,8 @@ class PlainCursor:
         has_replay: bool,
         patience: int = 3,
         counters: CursorCounters | None = None,
-        credit: ReplayCredit | None = None,
     ) -> None:
         self.counters = counters or CursorCounters()
-        self._credit = credit or ReplayCredit()
         self._has_replay = has_replay
         self._patience = patience
         self._state = StreamState.CONNECTING
@@ -184,7 +181,7 @@ class PlainCursor:
         return self._recover_gap() if self._has_gap and not self._failures else _NONE
 
     def _recover_gap(self) -> tuple[Instruction, ...]:
-        if self._credit.available:
+        if self.counters.credit:
             return self._send(has_batches=True)
         self._has_gap = True
         if self._state is not StreamState.SYNCING:

@@ -45,11 +45,11 @@ extension, ``PlainCursor`` where it has not.
 #
 # The cost of recovery for the publisher is bounded in every case. A stale queue or a forger may produce a gap with
 # every frame, and a request for each would cost one answer per frame. Therefore requests have a credit
-# (``ReplayCredit``), which the follower restores by time. When a gap finds no credit, the cursor remembers it, reads
-# and drops the frames behind it, and sends one request about all of them when credit is available again. A publisher
-# numbers a batch before it sends it: if the publisher has not reached the number of a frame when it answers a request
-# that followed the frame, the frame was a stray, from another epoch or another sender. Further gaps then leave a LIVE
-# view as it is, until a request finds that something is missing.
+# (``CursorCounters.credit``), which the follower restores by time. When a gap finds no credit, the cursor remembers it,
+# reads and drops the frames behind it, and sends one request about all of them when credit is available again. A
+# publisher numbers a batch before it sends it: if the publisher has not reached the number of a frame when it answers a
+# request that followed the frame, the frame was a stray, from another epoch or another sender. Further gaps then leave
+# a LIVE view as it is, until a request finds that something is missing.
 #
 # A relay may not know all of the stream that it publishes. Its META says so (``upstream``). The digest then proves that
 # the view equals the relay's state, but nothing proves that this is the engine's state: the stream is PARTIAL until a
@@ -74,7 +74,7 @@ from observability.kv_stream.instructions import (
     SendReplayRequest,
 )
 from observability.kv_stream.plain_cursor import PlainCursor
-from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState
+from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, StreamState
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayVerb
 
 __all__ = ["StreamCursor"]
@@ -98,18 +98,15 @@ class StreamCursor:
         patience: failed requests in a row after which the cursor falls back to weaker rules.
 
     Attributes:
-        credit: requests that may be sent now. The follower takes one for each request that it sends, holds a request
-            back while there is none, and calls ``on_credit_available`` when it has restored some.
     """
 
     __slots__ = (
         "_extension_request_id", "_had_extension", "_has_replay", "_is_extension_due", "_is_probe_due",
-        "_num_refusals", "_patience", "_rules", "counters", "credit",
+        "_num_refusals", "_patience", "_rules", "counters",
     )  # fmt: skip
 
     def __init__(self, *, has_replay: bool, patience: int = 3) -> None:
         self.counters = CursorCounters()
-        self.credit = ReplayCredit()
         self._has_replay = has_replay
         self._patience = patience
         self._extension_request_id = 0
@@ -122,12 +119,10 @@ class StreamCursor:
         return f"<StreamCursor {self._rules!r}>"
 
     def _new_digest_cursor(self, *, is_shown: bool = False) -> DigestCursor:
-        return DigestCursor(patience=self._patience, counters=self.counters, credit=self.credit, is_shown=is_shown)
+        return DigestCursor(patience=self._patience, counters=self.counters, is_shown=is_shown)
 
     def _new_plain_cursor(self) -> PlainCursor:
-        return PlainCursor(
-            has_replay=self._has_replay, patience=self._patience, counters=self.counters, credit=self.credit
-        )
+        return PlainCursor(has_replay=self._has_replay, patience=self._patience, counters=self.counters)
 
     @property
     def state(self) -> StreamState:
@@ -228,7 +223,7 @@ class StreamCursor:
         return self._after_answer(self._rules.on_replay_timeout(request_id), is_silent=True)
 
     def on_credit_available(self) -> tuple[Instruction, ...]:
-        """The follower has restored some ``ReplayCredit``."""
+        """The follower has restored some ``CursorCounters.credit``."""
         return self._rules.on_credit_available()
 
     def on_retry_due(self) -> tuple[Instruction, ...]:

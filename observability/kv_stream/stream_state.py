@@ -10,7 +10,6 @@ __all__ = [
     "STATE_TRANSITIONS",
     "UNCONNECTED",
     "CursorCounters",
-    "ReplayCredit",
     "StreamState",
     "ViewFeedback",
     "change_state",
@@ -52,9 +51,13 @@ STATE_TRANSITIONS: dict[StreamState, frozenset[StreamState]] = {
 """Each state and the states that may follow it. A new connection never becomes ``LIVE`` directly: it needs a proof."""
 
 
+MAX_REPLAY_CREDIT = 4
+"""Enough for a status, an incremental replay, a snapshot and one answer that was cut, without a pause."""
+
+
 @dataclass(slots=True)
 class CursorCounters:
-    """What a cursor has seen since it was created. Every counter only grows.
+    """What a cursor has seen since it was created. Every counter only grows, except for ``credit``.
 
     Attributes:
         applied: batches handed out to apply.
@@ -71,6 +74,8 @@ class CursorCounters:
         verified: times that the publisher's digest matched.
         splices: times that it did not match: the applied batches are not what the publisher sent.
         snapshots: staging views that replaced the current one.
+        credit: requests that may be sent now. The follower takes one for each request that it sends, holds a request
+            back while there is none, and calls ``on_credit_available`` when it has restored some.
     """
 
     applied: int = 0
@@ -86,6 +91,7 @@ class CursorCounters:
     verified: int = 0
     snapshots: int = 0
     splices: int = 0
+    credit: int = MAX_REPLAY_CREDIT
 
 
 def change_state(old: StreamState, new: StreamState, counters: CursorCounters) -> StreamState:
@@ -106,14 +112,3 @@ class ViewFeedback(Enum):
 
     CLEARED = auto()
     DAMAGED = auto()
-
-
-MAX_REPLAY_CREDIT = 4
-"""Enough for a status, an incremental replay, a snapshot and one answer that was cut, without a pause."""
-
-
-@dataclass(slots=True)
-class ReplayCredit:
-    """Number of replay requests that may be sent now. The sender takes one for each request and restores it by time."""
-
-    available: int = MAX_REPLAY_CREDIT

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
-from observability.kv_stream.batch_applier import BatchApplier, NullStreamListener, PayloadDecoder, StreamListener
+from observability.kv_stream.batch_applier import BatchApplier, NullStreamListener, StreamListener
 from observability.kv_stream.follower import FollowPolicy, StreamFollower
 from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.subscriber_base import SubscriberBase, check_ranks
@@ -99,7 +99,7 @@ def open_subscriber(
     listener: StreamListener | None = None,
     keys: CurveClientKeys | None = None,
     view: BlockView | None = None,
-    new_decoder: Callable[[], PayloadDecoder] | None = None,
+    new_decoder: Callable[[], BatchDecoder] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> Subscriber:

@@ -71,13 +71,13 @@ def _can_split(payload: bytes) -> bool:
     return True
 
 
-class PassthroughDecoder:
-    """Decodes the payloads of one source's stream. It accepts the same payloads as ``BatchDecoder``."""
+class PassthroughDecoder(BatchDecoder):
+    """Decodes the payloads of one source's stream, and keeps the bytes of each event."""
 
-    __slots__ = ("_decoder", "_encoder", "_has_integers")
+    __slots__ = ("_encoder", "_has_integers")
 
     def __init__(self) -> None:
-        self._decoder = BatchDecoder()
+        super().__init__()
         self._encoder = BatchEncoder("native")
         self._has_integers = False  # an engine encodes all hashes alike, so one integer ends the checks
 
@@ -87,9 +87,9 @@ class PassthroughDecoder:
         Raises:
             DecodeError: as ``BatchDecoder.decode``.
         """
-        batch = self._decoder.decode_typed(payload)
+        batch = self.decode_typed(payload)
         if batch is None or not _can_split(payload):
-            batch = self._decoder.decode_each_event(payload)
+            batch = self.decode_each_event(payload)
             return replace(batch, events=tuple(self._decode_each(payload)))
         raws = _read_batch(payload).events
         return replace(batch, events=tuple(map(self._with_bytes, batch.events, map(bytes, raws))))

@@ -138,11 +138,6 @@ class BoundedLoad:
         return self.inner.pick(within, session=session, now_s=now_s)
 
 
-class _Session(msgspec.Struct, gc=False):
-    replica: ReplicaId
-    expiry_s: float
-
-
 @dataclass(slots=True, kw_only=True)
 class StickySessions:
     """Sends the requests of a session where its last one went, while that replica is a candidate.
@@ -162,7 +157,7 @@ class StickySessions:
     inner: Picker = field(default_factory=LeastCost)
     ttl_s: float = 600.0
     max_sessions: int = 100_000
-    _sessions: OrderedDict[str, _Session] = field(default_factory=OrderedDict, init=False, repr=False)
+    _sessions: OrderedDict[str, tuple[ReplicaId, float]] = field(default_factory=OrderedDict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_number("ttl_s", self.ttl_s)
@@ -178,11 +173,11 @@ class StickySessions:
             return self.inner.pick(candidates, session=None, now_s=now_s)
         known = self._sessions.get(session)
         chosen = None
-        if known is not None and now_s < known.expiry_s:
-            chosen = next((each for each in candidates if each.replica == known.replica), None)
+        if known is not None and now_s < known[1]:
+            chosen = next((each for each in candidates if each.replica == known[0]), None)
         if chosen is None:
             chosen = self.inner.pick(candidates, session=session, now_s=now_s)
-        self._sessions[session] = _Session(chosen.replica, now_s + self.ttl_s)
+        self._sessions[session] = (chosen.replica, now_s + self.ttl_s)
         self._sessions.move_to_end(session)
         while len(self._sessions) > self.max_sessions:
             self._sessions.popitem(last=False)

@@ -266,16 +266,12 @@ class AuditedScheduler(ServingScheduler, Protocol):
 # Topologies.
 
 
-class RankGate(Protocol):
-    """The rule by which a rank publishes, reports or leads, with the contract of ``ParallelState``."""
+RankGate: TypeAlias = Callable[[TopologyRank], int | None]
+"""The rule by which a rank publishes, reports or leads, with the contract of ``ParallelState``.
 
-    def speaks(self, rank: TopologyRank) -> bool:
-        """Whether this rank speaks for its KV cache. Each rank is asked in a process of its own."""
-        ...
-
-    def stream_index(self, rank: TopologyRank) -> int:
-        """Return the number of the stream, or of the replica in a label. Asked of ranks that speak."""
-        ...
+It returns the number of the rank's stream, or of its replica in a label; None for a rank that does not speak for its KV
+cache. Each rank is asked in a process of its own.
+"""
 
 
 class PortPlanner(Protocol):

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeAlias
 
 from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError
 from scheduler_components._internal.extras import naming_extras
@@ -59,11 +59,8 @@ __all__ = [
 # A naive model of a prefix cache: one dictionary entry per page.
 
 
-class ModelPrefix(NamedTuple):
-    """The identity of one cached page: its tenant's salt and all tokens up to its end."""
-
-    salt: str
-    tokens: tuple[int, ...]
+ModelPrefix: TypeAlias = tuple[str, tuple[int, ...]]
+"""The identity of one cached page: its tenant's salt and all tokens up to its end."""
 
 
 @dataclass
@@ -85,7 +82,7 @@ class PrefixCacheModel:
     def whole(self, salt: str, tokens: Sequence[int]) -> list[ModelPrefix]:
         """Return the whole pages of a prompt, cached or not."""
         size = self.page_size
-        return [ModelPrefix(salt, tuple(tokens[:end])) for end in range(size, len(tokens) + 1, size)]
+        return [(salt, tuple(tokens[:end])) for end in range(size, len(tokens) + 1, size)]
 
     def cached(self, salt: str, tokens: Sequence[int]) -> list[ModelPrefix]:
         """Return the cached pages of a prompt."""
@@ -111,7 +108,7 @@ class PrefixCacheModel:
 
     def eviction_order(self) -> list[ModelPrefix]:
         """Return the evictable pages in the order of their eviction."""
-        return sorted(self.unlocked(), key=lambda prefix: (self.used_at[prefix], -len(prefix.tokens)))
+        return sorted(self.unlocked(), key=lambda prefix: (self.used_at[prefix], -len(prefix[1])))
 
     def evict(self, num_pages: int) -> int:
         """Evict up to ``num_pages``, and return their number."""
@@ -290,7 +287,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def published_prefixes(self) -> set[ModelPrefix]:
         """Return the prefixes in a reader's view, as the model identifies them."""
         published = ((self.ledger.identity(each)[2], self.ledger.prefix(each)) for each in self.ledger.hashes())
-        return {ModelPrefix(str(salt or ""), tokens) for salt, tokens in published}
+        return {(str(salt or ""), tokens) for salt, tokens in published}
 
     @invariant()
     def caches_agree_with_the_model(self) -> None:

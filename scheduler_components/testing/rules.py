@@ -10,7 +10,7 @@ An id never changes its meaning. The id of a removed rule is not used again.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from typing import Literal, get_args
 
 import attrs
 import msgspec
@@ -18,28 +18,13 @@ import msgspec
 __all__ = ["RULES", "SPECIFICATION", "Chapter", "Rule", "Violation", "RuleSeverity"]
 
 
-class RuleSeverity(StrEnum):
-    """Severity of a violation: an ERROR loses blocks or whole streams at some consumer, a WARNING loses cache hits."""
+RuleSeverity = Literal["error", "warning"]
+"""Severity of a violation: an error loses blocks or whole streams at some consumer, a warning loses cache hits."""
 
-    ERROR = "error"
-    WARNING = "warning"
-
-
-class Chapter(StrEnum):
-    """Subject of a rule. The hundreds of a rule's id are the number of its chapter."""
-
-    FRAMES = "frames"
-    SEQUENCE = "sequence"
-    BATCHES = "batches"
-    EVENTS = "events"
-    IDENTITY = "identity"
-    PLACES = "places"
-    REPLAY = "replay"
-    PROOF = "proof"
-    DISCOVERY = "discovery"
-    LOAD = "load"
-    POOL = "pool"
-
+Chapter = Literal[
+    "frames", "sequence", "batches", "events", "identity", "places", "replay", "proof", "discovery", "load", "pool"
+]
+"""Subject of a rule. The hundreds of a rule's id are the number of its chapter."""
 
 LIVE_STREAM_VERIFIER = "conformance"
 """``scheduler-components conformance`` and ``verify_stream`` verify the rule on any live stream."""
@@ -69,7 +54,8 @@ class Rule:
 
     @property
     def chapter(self) -> Chapter:
-        return tuple(Chapter)[int(self.id.removeprefix("KVE-")) // 100 - 1]
+        chapters: tuple[Chapter, ...] = get_args(Chapter)
+        return chapters[int(self.id.removeprefix("KVE-")) // 100 - 1]
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -89,7 +75,7 @@ def _rule(
     verified_by: str = LIVE_STREAM_VERIFIER,
     is_error: bool = True,
 ) -> Rule:
-    weight = RuleSeverity.ERROR if is_error else RuleSeverity.WARNING
+    weight: RuleSeverity = "error" if is_error else "warning"
     return Rule(id=id, name=name, weight=weight, holds=holds, harms=harms, hint=hint, verified_by=verified_by)
 
 

@@ -8,7 +8,6 @@ cache is invisible.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from scheduler_components.testing.check_trace import CheckTrace, checks_in
 from scheduler_components.testing.interfaces import RankGate
@@ -23,7 +22,7 @@ def check_each_cache_has_one_speaker(gate: RankGate) -> None:
         trace = _trace("Exactly one rank speaks for each KV cache", topology)
         for cache in range(topology.num_caches):
             ranks = topology.ranks_of(cache)
-            speaking = [rank for rank in ranks if _speaks(gate, rank, trace)]
+            speaking = [rank for rank in ranks if _ask(gate, rank, trace) is not None]
             trace.require(
                 len(speaking) == 1,
                 f"one rank that speaks for cache {cache}, of {_listed(ranks)}",
@@ -39,8 +38,8 @@ def check_streams_have_the_numbers_of_their_replicas(gate: RankGate) -> None:
     for topology in topologies():
         trace = _trace("The stream of a replica has the number of the replica", topology)
         for rank, cache in zip(topology.ranks, topology.caches, strict=True):
-            if _speaks(gate, rank, trace):
-                found = _ask(partial(gate.stream_index, rank), "stream_index", rank, trace)
+            found = _ask(gate, rank, trace)
+            if found is not None:
                 trace.require(
                     type(found) is int and found == cache, f"stream {cache} of {rank}, an int", f"stream {found!r}"
                 )
@@ -50,29 +49,19 @@ def check_each_rank_decides_alone(gate: RankGate) -> None:
     """A rank decides by its own ranks and sizes, whichever rank was asked before: each is a process of its own."""
     for topology in topologies():
         trace = _trace("A rank decides alone: asking others before changes nothing", topology)
-        forward = [_answer(gate, rank, trace) for rank in topology.ranks]
+        forward = [_ask(gate, rank, trace) for rank in topology.ranks]
         trace.note("asked the ranks again, the last one first")
-        backward = [_answer(gate, rank, trace) for rank in reversed(topology.ranks)]
+        backward = [_ask(gate, rank, trace) for rank in reversed(topology.ranks)]
         for rank, first, second in zip(topology.ranks, forward, reversed(backward), strict=True):
             trace.expect(first, second, f"the answer of {rank}, whether it speaks and its stream")
 
 
-def _answer(gate: RankGate, rank: TopologyRank, trace: CheckTrace) -> tuple[bool, int | None]:
-    if not _speaks(gate, rank, trace):
-        return False, None
-    return True, _ask(partial(gate.stream_index, rank), "stream_index", rank, trace)
-
-
-def _speaks(gate: RankGate, rank: TopologyRank, trace: CheckTrace) -> bool:
-    return bool(_ask(partial(gate.speaks, rank), "speaks", rank, trace))
-
-
-def _ask(question: Callable[[], int], name: str, rank: TopologyRank, trace: CheckTrace) -> int:
+def _ask(gate: RankGate, rank: TopologyRank, trace: CheckTrace) -> int | None:
     """Ask without recording the question. Only a question that fails is a step of the trace."""
     try:
-        return question()
+        return gate(rank)
     except Exception as error:
-        trace.note(f"{name}({rank}) with {rank.parallel!r}")
+        trace.note(f"gate({rank}) with {rank.parallel!r}")
         raise trace.failure("no error", f"{type(error).__name__}: {error}") from error
 
 

@@ -121,7 +121,7 @@ async def _relay(
     cancel_on_sigterm()
     with bind_http(*listen) as listener, open_relay(config, sinks=sinks, report=_log.warning) as opened:
         registry = CollectorRegistry()
-        RelayCollector(registry, opened)
+        RelayCollector(registry, opened.followed, opened.relayed)
         if sinks.writer is not None:
             LogCollector(registry, sinks.writer)
         status = RelayStatus(relay=opened, sinks=sinks, block_size=block_size)

@@ -222,7 +222,7 @@ def make_app(
         *status_routes(status, registry=registry, readiness=status.readiness_problem),
     ]
     if kv_pool:
-        routes.append(kv_pool_route(engine))
+        routes.append(kv_pool_route(engine.read_pool, num_ranks=engine.num_ranks))
     routes.append(openapi_route(routes))
     guard = Middleware(AccessGuard, policy=AccessPolicy() if access is None else access, routes=routes)
     return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _respond_to_http_error})

@@ -23,11 +23,11 @@ def test_the_gate_and_the_index_of_events_are_sglangs(monkeypatch: pytest.Monkey
         for rank in topology.ranks:
             parallel = rank.parallel
             monkeypatch.setattr(kv_events, "get_parallel", lambda parallel=parallel: parallel)
-            assert kv_events.is_kv_publisher_rank("{}") == SGLANG_EVENTS.speaks(rank)
+            assert kv_events.is_kv_publisher_rank("{}") == SGLANG_EVENTS.rule(parallel)
             found = kv_events.select_kv_publisher_dp_rank(
                 parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank
             )
-            assert found == SGLANG_EVENTS.stream_index(rank)
+            assert found == SGLANG_EVENTS.index(parallel)
 
 
 @pytest.mark.parametrize(

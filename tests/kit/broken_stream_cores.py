@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from observability.kv_stream import BlockView, FrameParser, digest_cursor, follower
+from observability.kv_stream import BlockView, FrameParser, digest_cursor, follower, stream_cursor
 from observability.kv_stream.digest_cursor import NO_EPOCH, DigestCursor, Position
 from observability.kv_stream.instructions import Apply, Instruction
 from observability.kv_stream.plain_cursor import PlainCursor
 from observability.kv_stream.stream_cursor import StreamCursor
-from observability.kv_stream.stream_state import ReplayCredit
+from observability.kv_stream.stream_state import CursorCounters
 from scheduler_components import BlockStored
 from scheduler_components.events import TIER_MEDIUM
 from scheduler_components.kv_events import EventStream
@@ -141,7 +141,7 @@ def _accept_live(patch: pytest.MonkeyPatch, is_accepted: Callable[[int, int], bo
 
 def requests_without_a_credit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(follower, "MAX_REPLAY_CREDIT", 10**6)
-    patch.setattr(ReplayCredit, "__init__", lambda self: setattr(self, "available", 10**6))
+    patch.setattr(stream_cursor, "CursorCounters", lambda: CursorCounters(credit=10**6))
 
 
 def gap_without_credit_forgotten(patch: pytest.MonkeyPatch) -> None:

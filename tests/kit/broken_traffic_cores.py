@@ -178,7 +178,7 @@ def live_batches_cost_replays_again_and_again(patch: pytest.MonkeyPatch) -> None
 
     def leave_live(self: DigestCursor, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         instructions = live(self, seq, payload)
-        is_spare = self.state is StreamState.LIVE and self.open_request_id is None and self._credit.available > 2
+        is_spare = self.state is StreamState.LIVE and self.open_request_id is None and self.counters.credit > 2
         return (*instructions, *self._sync()) if is_spare and seq % 40 == 0 else instructions
 
     patch.setattr(DigestCursor, "on_live_batch", leave_live)

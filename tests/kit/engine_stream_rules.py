@@ -33,11 +33,8 @@ class RuleGate:
     rule: Callable[[ParallelState], bool]
     index: Callable[[ParallelState], int]
 
-    def speaks(self, rank: TopologyRank) -> bool:
-        return self.rule(rank.parallel)
-
-    def stream_index(self, rank: TopologyRank) -> int:
-        return self.index(rank.parallel)
+    def __call__(self, rank: TopologyRank) -> int | None:
+        return self.index(rank.parallel) if self.rule(rank.parallel) else None
 
 
 def is_first_of_each_axis(parallel: ParallelState) -> bool:
@@ -96,9 +93,9 @@ class EnginePlan:
     offset: Callable[[str | None, int], str | None]
 
     def bind(self, rank: TopologyRank, bases: Mapping[str, str]) -> dict[str, str]:
-        if not self.gate.speaks(rank):
+        index = self.gate(rank)
+        if index is None:
             return {}
-        index = self.gate.stream_index(rank)
         return {kind: self.offset(base, index) or "" for kind, base in bases.items()}
 
     def dial(self, bases: Mapping[str, str], stream: int, num_streams: int, host: str) -> dict[str, str]:

@@ -6,10 +6,9 @@ from observability.kv_stream import StreamCursor, StreamState
 from observability.kv_stream.digest_cursor import NO_EPOCH, Position
 from observability.kv_stream.instructions import (
     ApplyStaged,
-    CommitStaging,
     Instruction,
     SendReplayRequest,
-    StartStaging,
+    Staging,
     request_token,
 )
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayVerb
@@ -42,7 +41,7 @@ def meta(cursor: StreamCursor, kind: ReplayMetaKind, position: Position, **chang
 
 
 def receive_snapshot(cursor: StreamCursor, position: Position) -> tuple[Instruction, ...]:
-    assert meta(cursor, ReplayMetaKind.BEGIN, position, snap=True) == (StartStaging(),)
+    assert meta(cursor, ReplayMetaKind.BEGIN, position, snap=True) == (Staging.START,)
     assert cursor.on_replay_batch(cursor.open_request_id or 0, 0, b"chunk") == (
         ApplyStaged(position.next - 1, b"chunk", True),
     )
@@ -55,6 +54,6 @@ def live_cursor(count: int = 3) -> StreamCursor:
     cursor = StreamCursor(has_replay=True)
     assert cursor.on_connected() == (SendReplayRequest(1, 0, ReplayVerb.SYNC, NO_EPOCH),)
     assert (cursor.state, cursor.is_accepting_live, cursor.is_extended) == (StreamState.SYNCING, False, False)
-    assert receive_snapshot(cursor, at(OLD, count)) == (CommitStaging(),)
+    assert receive_snapshot(cursor, at(OLD, count)) == (Staging.COMMIT,)
     assert (cursor.state, cursor.last_seq, cursor.is_extended) == (StreamState.LIVE, count - 1, True)
     return cursor

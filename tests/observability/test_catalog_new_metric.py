@@ -49,7 +49,7 @@ class Reader:
     def __init__(self, registry):
         self.registry = registry
 
-    def value(self, metric, labels):
+    def __call__(self, metric, labels):
         return self.registry.get_sample_value(f"sglang:{metric}", dict(labels))
 
 def open_sink():

@@ -43,6 +43,10 @@ class Pools:
         return self.readings[rank]
 
 
+def route_of(pools: Pools, **options: Any) -> Route:
+    return kv_pool_route(pools.read_pool, num_ranks=pools.num_ranks, **options)
+
+
 def as_sets(reading: KvPoolSnapshot) -> dict[object, set[int]]:
     return {place: set(hashes) for place, hashes in reading.blocks.items()}
 
@@ -50,14 +54,14 @@ def as_sets(reading: KvPoolSnapshot) -> dict[object, set[int]]:
 def test_a_pool_of_many_pages_arrives_as_it_was_read() -> None:
     large = KvPoolSnapshot({GPU: range(-5, 2 * MAX_HASHES_PER_PAGE), CPU: (), ("STORAGE", None): range(7)}, 41, 1)
     pools = Pools(KvPoolSnapshot({}, -1, 0), large)
-    got = fetched(kv_pool_route(pools), rank=1)
+    got = fetched(route_of(pools), rank=1)
     assert as_sets(got) == as_sets(large)
     assert list(got.blocks) == list(large.blocks)
     assert (got.sequence, got.rank, pools.num_reads) == (41, 1, 1)
 
 
 def test_an_empty_pool_is_one_page_that_names_its_places() -> None:
-    got = fetched(kv_pool_route(Pools(KvPoolSnapshot({GPU: (), CPU: ()}, None))))
+    got = fetched(route_of(Pools(KvPoolSnapshot({GPU: (), CPU: ()}, None))))
     assert (dict(got.blocks), got.sequence) == ({GPU: [], CPU: []}, None)
 
 
@@ -71,7 +75,7 @@ def test_whoever_asks_within_a_second_gets_the_same_reading() -> None:
             answers.append(await client.get("/kv_pool"))
         return [answer.json()["reading"] for answer in answers]
 
-    assert run(ask, kv_pool_route(pools, clock=clock)) == ["0-0"] * 5 + ["0-1"]
+    assert run(ask, route_of(pools, clock=clock)) == ["0-0"] * 5 + ["0-1"]
     assert pools.num_reads == 2
 
 
@@ -86,7 +90,7 @@ def test_only_the_last_readings_are_kept_and_others_are_said_to_be_gone() -> Non
             further = [{"reading": f"0-{number}", "page": 1} for number in range(5)]
             return [(await client.get("/kv_pool", params=each)).status_code for each in further]
 
-    assert run(ask, kv_pool_route(pools, clock=clock)) == [410, 200, 200, 200, 200]
+    assert run(ask, route_of(pools, clock=clock)) == [410, 200, 200, 200, 200]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_a_clients_mistake_is_one_sentence_with_the_field(query: str, field: str
             await client.get("/kv_pool")
             return await client.get(f"/kv_pool?{query}")
 
-    answer = run(ask, kv_pool_route(Pools(KvPoolSnapshot({GPU: (1,)}, 0), KvPoolSnapshot({}, 0))))
+    answer = run(ask, route_of(Pools(KvPoolSnapshot({GPU: (1,)}, 0), KvPoolSnapshot({}, 0))))
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == field
@@ -114,15 +118,15 @@ def test_a_scheduler_that_does_not_answer_is_said_and_asked_again() -> None:
     pools = Pools(KvPoolSnapshot({GPU: (1,)}, 0))
     pools.problem = ComponentError("rank 0 did not read its pool (30.0 s)")
     with pytest.raises(KvPoolUnreadableError, match="answers 503"):
-        fetched(kv_pool_route(pools))
+        fetched(route_of(pools))
     pools.problem = None
-    assert as_sets(fetched(kv_pool_route(pools))) == {GPU: {1}}
+    assert as_sets(fetched(route_of(pools))) == {GPU: {1}}
 
 
 def test_a_reading_that_goes_away_between_two_pages_is_begun_again() -> None:
     gone = {"reading": "gone", "num_pages": 2, "places": [{"medium": "GPU", "num_blocks": 1}]}
     pools, asked = Pools(KvPoolSnapshot({GPU: (9,)}, 8)), []
-    whole = kv_pool_route(pools)
+    whole = route_of(pools)
 
     async def answer(request: Request) -> Any:
         asked.append(dict(request.query_params))
@@ -137,7 +141,7 @@ def test_a_reading_that_goes_away_between_two_pages_is_begun_again() -> None:
 @given(text=st.dictionaries(st.sampled_from(["rank", "reading", "page"]), st.text(max_size=30)))
 def test_no_query_makes_it_fail(text: dict[str, str]) -> None:
     async def ask() -> int:
-        app = Starlette(routes=[kv_pool_route(Pools(KvPoolSnapshot({GPU: (1,)}, 0)))])
+        app = Starlette(routes=[route_of(Pools(KvPoolSnapshot({GPU: (1,)}, 0)))])
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
             return (await client.get("/kv_pool", params=text)).status_code
 

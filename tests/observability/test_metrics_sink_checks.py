@@ -18,7 +18,7 @@ class Scrape:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
 
-    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+    def __call__(self, metric: str, labels: Mapping[str, str]) -> float | None:
         return self.registry.get_sample_value(f"sglang:{metric}", dict(labels))
 
 
@@ -46,7 +46,7 @@ class DictSink:
     def put(self, name: str, labels: str, value: float) -> None:
         self.values[name, labels] = value
 
-    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+    def __call__(self, metric: str, labels: Mapping[str, str]) -> float | None:
         return self.values.get((metric, str(dict(labels))))
 
 
@@ -65,7 +65,7 @@ class OneRank(DictSink):
     def put(self, name: str, labels: str, value: float) -> None:
         super().put(name, "", value)
 
-    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+    def __call__(self, metric: str, labels: Mapping[str, str]) -> float | None:
         return self.values.get((metric, ""))
 
 

@@ -150,7 +150,7 @@ class Scrape:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
 
-    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+    def __call__(self, metric: str, labels: Mapping[str, str]) -> float | None:
         return self.registry.get_sample_value(f"sglang:{metric}", dict(labels))
 
 

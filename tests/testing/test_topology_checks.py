@@ -100,6 +100,9 @@ class Gate:
         self.seen = set()
         self.num_calls = 0
 
+    def __call__(self, rank):
+        return self.stream_index(rank) if self.speaks(rank) else None
+
     def speaks(self, rank):
         return rank.parallel.owns_kv_stream
 
@@ -155,7 +158,6 @@ SPEAKERS = {
 # The number of its stream, by a wrong rule.
 INDICES = {
     "the index is dp_rank or 0": lambda rank: rank.dp_rank or 0,
-    "the index is dp_rank": lambda rank: rank.dp_rank,
     "the index is the attention's": lambda rank: rank.attn_dp_rank,
     "the index is the rank of the stage": lambda rank: rank.tp_rank,
     "the index counts attention-TP groups": lambda rank: (
@@ -170,6 +172,7 @@ INDICES = {
 BROKEN = {
     **{name: (lambda speaks=speaks: RuleGate(speaks, index), ONE) for name, speaks in SPEAKERS.items()},
     **{name: (lambda number=number: RuleGate(first, number), NUMBERS) for name, number in INDICES.items()},
+    "the index is dp_rank": (lambda: RuleGate(first, lambda rank: rank.dp_rank), ONE),
     **variants(BrokenGate),
 }
 """Broken gates, and a check that finds each. The rank and sizes are right where the name says nothing of them."""

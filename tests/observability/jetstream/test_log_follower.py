@@ -232,7 +232,7 @@ def test_a_failed_request_that_finds_no_credit_is_sent_when_there_is_some() -> N
     bench = LogBench()
     bench.follower.policy = attrs.evolve(POLICY, request_interval_s=3.0)
     run(bench.follower.on_heartbeat(bench.heartbeat(), 0.0))
-    bench.follower.cursor.credit.available = 0
+    bench.follower.cursor.counters.credit = 0
     run(bench.follower.on_pointer_read(1, None, 0.0))
     for second, num_requests in ((1, 1), (2, 1), (3, 1), (4, 2)):
         bench.follower.tick(float(second))

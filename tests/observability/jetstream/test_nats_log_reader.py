@@ -99,7 +99,7 @@ class ReaderBench:
     async def ask(self, request: Callable[[], None]) -> list[tuple[Any, ...]]:
         """Send a request and return what the follower is given."""
         request()
-        await asyncio.gather(*self.stream.reads.requests)
+        await asyncio.gather(*self.stream.request_tasks)
         return self.delivered()
 
     def delivered(self) -> list[tuple[Any, ...]]:
@@ -184,7 +184,7 @@ def test_a_bad_message_is_counted_and_the_reading_continues_after_it() -> None:
         assert [(call[1], call[2].log_seq, call[2].payload) for call in found] == [
             (2, 4, b"batch"), (2, 7, b"later"), (2, 6, b"again"),
         ]  # fmt: skip
-        assert (bench.stream.bad_messages, bench.stream.reads.next_log_seq) == (2, 8)
+        assert (bench.stream.bad_messages, bench.stream.next_log_seq) == (2, 8)
 
     run(scenario())
 
@@ -204,7 +204,7 @@ def test_a_bad_heartbeat_is_counted_and_the_next_one_is_received() -> None:
     async def scenario() -> None:
         bench = ReaderBench()
         bench.stream.begin(SimpleNamespace(subscribe=subscribe))  # type: ignore[arg-type]
-        await asyncio.gather(*bench.stream.reads.requests)
+        await asyncio.gather(*bench.stream.request_tasks)
         assert bench.delivered() == [("heartbeat", good)]
         assert bench.stream.bad_messages == 1
 
@@ -254,13 +254,13 @@ def test_a_reading_ends_with_the_next_one_and_all_end_with_the_stream() -> None:
         client, before = Endless(), asyncio.all_tasks()
         bench = ReaderBench(client)
         bench.stream.read_log(1, 11)
-        first = bench.stream.reads.log
+        first = bench.stream.log_task
         await asyncio.sleep(0.01)
         bench.stream.read_log(2, 20)
         await asyncio.sleep(0.01)
         assert first is not None
         assert first.cancelled()
-        assert bench.stream.reads.next_log_seq == 20
+        assert bench.stream.next_log_seq == 20
         await bench.stream.close()
         assert (client.num_unsubscribed, asyncio.all_tasks()) == (2, before)
 

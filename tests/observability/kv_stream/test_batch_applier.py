@@ -18,13 +18,13 @@ def test_a_batch_with_one_bad_event_applies_the_others() -> None:
     sound, bad = ("BlockStored", [6], None, [1, 2], 2, None), ("BlockStored", [1, 2], None, [1], 1, None)
     bench.follower.on_live_batch(1, msgspec.msgpack.encode((100.0, [sound, bad], 3)), 1.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.PARTIAL, {5, 6})
-    assert bench.follower.applier.counters.decode_errors == 1
+    assert bench.follower.applier.decode_errors == 1
 
 
 def test_a_batch_of_another_rank_is_counted() -> None:
     bench = live_bench()
     bench.follower.on_live_batch(1, payload(stored(6), rank=0), 1.0)
-    assert bench.follower.applier.counters.rank_mismatches == 1
+    assert bench.follower.applier.rank_mismatches == 1
     assert bench.view.blocks(3) == {5, 6}
 
 

@@ -8,14 +8,13 @@ from kit.stream_cursor import NEW, OLD, at, live_cursor, meta, payload, receive_
 from observability.kv_stream import StreamCursor, StreamState
 from observability.kv_stream.digest_cursor import NO_EPOCH
 from observability.kv_stream.instructions import (
-    AbortStaging,
     Apply,
     ApplyStaged,
     Clear,
-    CommitStaging,
     Instruction,
     RetryLater,
     SendReplayRequest,
+    Staging,
     request_token,
 )
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayVerb
@@ -57,7 +56,7 @@ def test_a_wrong_digest_at_the_end_requests_a_snapshot() -> None:
     cursor.on_replay_batch(2, 3, b"spliced")
     assert meta(cursor, ReplayMetaKind.END, at(OLD, 4)) == (SendReplayRequest(3, 4, ReplayVerb.SNAPSHOT, OLD),)
     assert cursor.state is StreamState.RECOVERING
-    assert receive_snapshot(cursor, at(OLD, 4)) == (CommitStaging(),)
+    assert receive_snapshot(cursor, at(OLD, 4)) == (Staging.COMMIT,)
     assert cursor.state is StreamState.LIVE
 
 
@@ -81,7 +80,7 @@ def test_another_epoch_replaces_the_view_by_a_snapshot() -> None:
     cursor = live_cursor()
     cursor.on_probe_due()
     assert meta(cursor, ReplayMetaKind.STATUS, at(NEW, 1)) == (SendReplayRequest(3, 3, ReplayVerb.SYNC, OLD),)
-    assert receive_snapshot(cursor, at(NEW, 1)) == (CommitStaging(),)
+    assert receive_snapshot(cursor, at(NEW, 1)) == (Staging.COMMIT,)
     assert (cursor.state, cursor.last_seq, cursor.counters.restarts) == (StreamState.LIVE, 0, 1)
 
 
@@ -138,7 +137,7 @@ def test_a_snapshot_with_a_hole_is_discarded(lost: str) -> None:
     elif lost == "a batch":
         meta(cursor, ReplayMetaKind.BEGIN, position, chunks=1)
         result = cursor.on_replay_batch(1, 4, payload(4))
-    assert result == (AbortStaging(), RetryLater(1))
+    assert result == (Staging.ABORT, RetryLater(1))
     assert (cursor.state, cursor.open_request_id) == (StreamState.SYNCING, None)
 
 
@@ -183,7 +182,7 @@ def test_only_an_end_may_follow_batches(verb: ReplayVerb, kind: ReplayMetaKind, 
     if verb is ReplayVerb.SNAPSHOT:
         meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), snap=True)
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
-    dropped = (AbortStaging(),) if verb is ReplayVerb.SNAPSHOT else ()
+    dropped = (Staging.ABORT,) if verb is ReplayVerb.SNAPSHOT else ()
     assert meta(cursor, kind, at(OLD, 3), snap=snap) == (*dropped, RetryLater(1))
 
 
@@ -275,13 +274,13 @@ def test_many_strays_cost_one_request_and_leave_a_correct_view_live() -> None:
     meta(
         cursor, ReplayMetaKind.END, at(OLD, 3)
     )  # the request came after frame 900, and the publisher has not reached it
-    cursor.credit.available = 0
+    cursor.counters.credit = 0
     for seq in range(901, 1_000):
         assert cursor.on_live_batch(seq, b"stray") == ()
         assert (cursor.state, cursor.is_accepting_live) == (StreamState.LIVE, True)
     assert cursor.on_live_batch(3, payload(3)) == (Apply(3, payload(3), False),)
     assert cursor.on_live_batch(5, payload(5)) == ()  # the publisher's own frame after a gap
-    cursor.credit.available = 1
+    cursor.counters.credit = 1
     assert cursor.on_credit_available() == (SendReplayRequest(3, 4, ReplayVerb.STATUS, OLD),)
     assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 4), next=6) == (SendReplayRequest(4, 4, ReplayVerb.SYNC, OLD),)
     assert cursor.state is StreamState.RECOVERING
@@ -289,12 +288,12 @@ def test_many_strays_cost_one_request_and_leave_a_correct_view_live() -> None:
 
 def test_a_gap_without_credit_is_requested_when_credit_is_available() -> None:
     cursor = live_cursor()
-    cursor.credit.available = 0
+    cursor.counters.credit = 0
     assert cursor.on_live_batch(5, payload(5)) == ()
     assert (cursor.state, cursor.is_accepting_live, cursor.is_settled) == (StreamState.RECOVERING, True, False)
     assert cursor.on_live_batch(3, payload(3)) == (Apply(3, payload(3), False),)
     assert cursor.state is StreamState.RECOVERING
-    cursor.credit.available = 1
+    cursor.counters.credit = 1
     assert cursor.on_credit_available() == (SendReplayRequest(2, 4, ReplayVerb.SYNC, OLD),)
     assert cursor.on_credit_available() == ()
 
@@ -304,7 +303,7 @@ def test_a_stream_with_an_upstream_state_is_partial_despite_a_proof() -> None:
     cursor.on_connected()
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 0), snap=True)
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 0))
-    assert meta(cursor, ReplayMetaKind.END, at(OLD, 0), upstream="connecting") == (CommitStaging(),)
+    assert meta(cursor, ReplayMetaKind.END, at(OLD, 0), upstream="connecting") == (Staging.COMMIT,)
     assert (cursor.state, cursor.counters.verified) == (StreamState.PARTIAL, 1)
     cursor.on_live_batch(0, payload(0))
     cursor.on_clear_applied()  # the upstream state stays
@@ -367,7 +366,7 @@ def test_a_dead_publisher_gets_no_request_until_it_reconnects() -> None:
     assert (cursor.state, cursor.last_seq) == (StreamState.DEAD, -1)
     assert cursor.on_retry_due() == cursor.on_probe_due() == ()
     assert cursor.on_connected() == (SendReplayRequest(3, 0, ReplayVerb.SYNC, NO_EPOCH),)
-    assert receive_snapshot(cursor, at(NEW, 2)) == (CommitStaging(),)
+    assert receive_snapshot(cursor, at(NEW, 2)) == (Staging.COMMIT,)
     assert cursor.state is StreamState.LIVE
 
 
@@ -407,7 +406,7 @@ def test_batches_after_the_chunks_are_staged_as_batches() -> None:
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), chunks=1)
     assert cursor.on_replay_batch(1, 3, payload(3)) == (ApplyStaged(3, payload(3), False),)
     assert meta(cursor, ReplayMetaKind.END, at(OLD, 4)) == (
-        CommitStaging(),
+        Staging.COMMIT,
         SendReplayRequest(2, 4, ReplayVerb.SYNC, OLD),
     )
 
@@ -417,7 +416,7 @@ def test_a_snapshot_that_contradicts_its_chunks_is_cut_without_a_splice() -> Non
     for cut in (1, 2):
         cursor.on_live_batch(9, b"beyond a gap") if cut == 1 else cursor.on_retry_due()
         meta(cursor, ReplayMetaKind.BEGIN, at(NEW, 5), snap=True)
-        assert meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 5)) == (AbortStaging(), RetryLater(cut))
+        assert meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 5)) == (Staging.ABORT, RetryLater(cut))
         assert (cursor.counters.replays_cut, cursor.counters.splices) == (cut, 0)
 
 
@@ -428,7 +427,7 @@ def test_a_damaged_snapshot_is_requested_again_once_it_is_folded() -> None:
     cursor.on_replay_batch(1, 0, b"chunk")
     cursor.on_batch_damaged()
     meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3), chunks=1)
-    assert meta(cursor, ReplayMetaKind.END, at(OLD, 3)) == (CommitStaging(),)
+    assert meta(cursor, ReplayMetaKind.END, at(OLD, 3)) == (Staging.COMMIT,)
     assert cursor.state is StreamState.PARTIAL
     cursor.on_live_batch(3, payload(3))
     cursor.on_probe_due()

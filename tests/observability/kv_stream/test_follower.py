@@ -25,9 +25,9 @@ def test_a_replay_fills_the_view_and_closes_its_channel() -> None:
 
 def test_a_live_batch_has_a_lag() -> None:
     bench = live_bench()
-    assert bench.follower.applier.counters.lag_s is None
+    assert bench.follower.applier.lag_s is None
     bench.follower.on_live_batch(1, payload(stored(6)), 1.0)
-    assert bench.follower.applier.counters.lag_s == 10.0
+    assert bench.follower.applier.lag_s == 10.0
 
 
 def test_only_silence_within_an_answer_times_out() -> None:
@@ -116,7 +116,7 @@ def test_a_lost_connection_cancels_the_request() -> None:
 def test_junk_ends_the_live_state_and_changes_no_block(junk: bytes) -> None:
     bench = live_bench()
     bench.follower.on_live_batch(1, junk, 1.0)
-    readable = not bench.follower.applier.counters.decode_errors
+    readable = not bench.follower.applier.decode_errors
     assert bench.state is (StreamState.LIVE if readable else StreamState.PARTIAL)
     bench.follower.on_live_batch(2, payload(AllBlocksCleared(), stored(7)), 1.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.LIVE, {7})

@@ -178,10 +178,10 @@ def plain_cursor(*, patience: int = 3) -> StreamCursor:
 
 def test_the_plain_rules_share_the_patience_and_the_credit() -> None:
     cursor = plain_cursor(patience=1)
-    cursor.credit.available = 0
+    cursor.counters.credit = 0
     assert cursor.on_live_batch(2, b"2") == ()
     assert (cursor.state, cursor.open_request_id) == (StreamState.RECOVERING, None)
-    cursor.credit.available = 1
+    cursor.counters.credit = 1
     assert cursor.on_credit_available() == (SendReplayRequest(4, 0),)
     assert cursor.on_replay_timeout(4) == (Clear("the replay channel does not answer"), RetryLater(1))
     assert cursor.state is StreamState.PARTIAL

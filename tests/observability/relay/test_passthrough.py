@@ -347,14 +347,14 @@ def test_an_event_that_cannot_be_split_is_left_out() -> None:
     torn = msgspec.msgpack.encode(stored("map", "XYZ", [1])).replace(b"\xa3XYZ", b"\xa3X\xff\xff")
     relay.receive(payload_of(msgspec.Raw(torn), good))
     assert events_of(relay) == [good]
-    assert relay.sources[0].counters.decode_errors == 1
+    assert relay.sources[0].decode_errors == 1
 
 
 def test_an_unreadable_batch_raises_as_in_any_decoder() -> None:
     relay = Relay()
     relay.receive(b"\xc1", payload_of("no event", cleared("map")))
     assert events_of(relay) == [cleared("map")]
-    assert relay.sources[0].counters.decode_errors == 2
+    assert relay.sources[0].decode_errors == 2
 
 
 def test_a_decoded_event_equals_that_of_any_decoder() -> None:

@@ -346,7 +346,7 @@ def test_metrics_cover_followed_and_published_streams(bench: RelayBench) -> None
     bench.until(lambda: bench.status.health_problem() is None)
     bench.until(lambda: bench.relay.stream_stats()[0].publisher.batches_sent == 2)  # its thread may have the sockets
     registry = CollectorRegistry()
-    RelayCollector(registry, bench.relay)
+    RelayCollector(registry, bench.relay.followed, bench.relay.relayed)
     labels = {"source": text, "rank": "0"}
     assert registry.get_sample_value("kv_stream_state", {**labels, "state": "live"}) == 1
     assert registry.get_sample_value("kv_stream_blocks_held", labels) == 3
@@ -355,4 +355,4 @@ def test_metrics_cover_followed_and_published_streams(bench: RelayBench) -> None
     page = generate_latest(registry).decode()
     assert all(metric.name in page for metric in RELAY_METRICS)
     with pytest.raises(ConfigError, match="kv_relay_"):
-        RelayCollector(registry, bench.relay)
+        RelayCollector(registry, bench.relay.followed, bench.relay.relayed)
