@@ -636,3 +636,17 @@ def test_a_plain_client_gets_the_snapshot_at_most_once_more_however_slow_it_is()
     batches = [BatchDecoder().decode(each[-1]) for each in turns.answer[:-1]]
     assert sum(isinstance(event, AllBlocksCleared) for batch in batches for event in batch.events) == 2
     assert set(turns.blocks()) >= set(range(1, 601))
+
+
+def test_a_plain_client_overtaken_by_the_replay_buffer_gets_the_snapshot() -> None:
+    stream = stream_of(3, max_steps=3)
+    cursors = cursors_of(stream)
+    ask(cursors, 0)
+    first = cursors.message(b"c")
+    assert first is not None
+    cursors.on_sent(b"c")
+    add(stream, 10)
+    messages = [first, *answer(cursors)]
+    assert messages[-1][-2] == END_SEQ
+    assert set(hashes(messages)) >= {1, 2, 3}
+    assert numbers(messages)[:-1] == sorted(numbers(messages)[:-1])

@@ -273,3 +273,12 @@ def test_every_client_that_goes_on_reading_gets_its_whole_answer(
             it.room[client] = (it.room[client] or 0) + 1
         it.work.drain(0.001, 0.0003)
     assert it.answers == dict.fromkeys(clients, numbers(num_batches))
+
+
+def test_a_client_that_is_gone_loses_its_answer() -> None:
+    it = Bench()
+    it.publish(3)
+    it.ask(b"gone")
+    it.room[b"gone"] = None
+    it.work.drain(1.0, 1.0)
+    assert (len(it.sessions), it.sessions.num_truncated, it.stream.holds) == (0, 1, {})
