@@ -164,15 +164,6 @@ def check_finished(
     return FinishReason.LENGTH if num_output_tokens >= limits.max_new_tokens else None
 
 
-@dataclass(slots=True)
-class _StepSummary(Generic[R]):
-    """The tokens and ends of one step, for the observer."""
-
-    requests: list[R] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    finished: list[tuple[R, FinishReason]] = field(default_factory=list)
-
-
 @dataclass(slots=True, kw_only=True)
 class BatchResultProcessor(Generic[R]):
     """Applies results: appends new tokens, caches computed KV, ends requests, streams the output.
@@ -204,7 +195,9 @@ class BatchResultProcessor(Generic[R]):
 
         A result is ignored if its request has ended: it may be aborted while the device computes.
         """
-        step = _StepSummary[R]()
+        requests: list[R] = []
+        num_tokens: list[int] = []
+        finished: list[tuple[R, FinishReason]] = []
         is_computed = False
         for result in results:
             request = result.request
@@ -217,17 +210,17 @@ class BatchResultProcessor(Generic[R]):
                 self.failures.failed(_PROCESSING, error)
                 num_accepted, reason = 0, FinishReason.ERROR
             if num_accepted:
-                step.requests.append(request)
-                step.num_tokens.append(num_accepted)
+                requests.append(request)
+                num_tokens.append(num_accepted)
             if reason is not None:
                 self._finish(request, reason)
-                step.finished.append((request, reason))
+                finished.append((request, reason))
             if num_accepted or reason is not None:
                 self._to_stream.append(request)
         if is_computed:
             self.failures.succeeded(_COMPUTING)
             self.failures.succeeded(_PROCESSING)
-        self._observe(step)
+        self._observe(requests, num_tokens, finished)
         return self._stream()
 
     def fail(self, requests: Iterable[R], error: Exception) -> list[R]:
@@ -266,7 +259,7 @@ class BatchResultProcessor(Generic[R]):
         """Apply one result; return the number of accepted tokens, and why the request ends, or None."""
         request = result.request
         if result.error:
-            raise _DeviceError(result.error)
+            raise RuntimeError(result.error)
         num_tokens = len(request.token_ids)
         if not result.start == request.num_computed_tokens < result.end <= num_tokens:
             raise ValueError(
@@ -311,18 +304,14 @@ class BatchResultProcessor(Generic[R]):
         with self.failures.guard(_FREEING):
             self.kv.free(request)
 
-    def _observe(self, step: _StepSummary[R]) -> None:
+    def _observe(self, requests: list[R], num_tokens: list[int], finished: list[tuple[R, FinishReason]]) -> None:
         """Report a step to the observer with one call for all tokens, then one call per ended request."""
-        if step.requests:
+        if requests:
             with self.failures.guard(_OBSERVING):
-                self.observer.on_tokens(step.requests, step.num_tokens)
-        for request, reason in step.finished:
+                self.observer.on_tokens(requests, num_tokens)
+        for request, reason in finished:
             self._observe_finished(request, reason)
 
     def _observe_finished(self, request: R, reason: FinishReason) -> None:
         with self.failures.guard(_OBSERVING):
             self.observer.on_finished(request, reason)
-
-
-class _DeviceError(Exception):
-    """The device reported an error instead of a result for one request."""

@@ -38,7 +38,7 @@ class FileLock:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
-        register_for_fork(self)
+        register_for_fork(self.after_fork_in_child)
 
     @property
     def is_open(self) -> bool:

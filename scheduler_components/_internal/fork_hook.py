@@ -1,6 +1,6 @@
 """Notify objects of a fork that belong to one process: sockets, locks and shared pages.
 
-In a forked child, ``after_fork_in_child`` is called on each registered object before any other code runs. From then on
+In a forked child, each registered method is called before any other code runs. From then on
 the object does not use the resources of its parent; it only closes its copies of file descriptors. Sending raises
 ``ForkedPublisherError``; closing does nothing. Comparing process ids instead would cost one system call per batch.
 """
@@ -9,27 +9,31 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import TypeAlias
 
 from scheduler_components.errors import ForkedPublisherError
 
-__all__ = ["ForkAware", "ForkGuard", "register_for_fork"]
+__all__ = ["ForkGuard", "register_for_fork"]
 
 
-class ForkAware(Protocol):
-    """An object with sockets, files or threads that a forked child must not use."""
+_Methods: TypeAlias = dict[int, weakref.WeakMethod[Callable[[], None]]]
 
-    def after_fork_in_child(self) -> None:
-        """Give up the parent's resources. Called in the child before any other code runs."""
-        ...
+_registered: _Methods = {}
+_numbers = count()
 
 
-_registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+def register_for_fork(give_up: Callable[[], None]) -> None:
+    """Call this method in every child that this process forks. Keep only a weak reference to its object."""
+    number = next(_numbers)
+    _registered[number] = weakref.WeakMethod(give_up, partial(_forget, _registered, number))
 
 
-def register_for_fork(owner: ForkAware) -> None:
-    """Call ``owner.after_fork_in_child`` in every child that this process forks. Keep only a weak reference to it."""
-    _registered.add(owner)
+def _forget(registered: _Methods, number: int, _: object) -> None:
+    """Runs also at the exit of the interpreter, when this module has no globals any more."""
+    registered.pop(number, None)
 
 
 class ForkGuard:
@@ -44,7 +48,7 @@ class ForkGuard:
     def __init__(self) -> None:
         self._owner_pid = os.getpid()
         self.is_forked = False
-        register_for_fork(self)
+        register_for_fork(self.after_fork_in_child)
 
     def check(self) -> None:
         """Raise ForkedPublisherError in a forked child. No system call."""
@@ -57,8 +61,9 @@ class ForkGuard:
 
 
 def _notify_all() -> None:
-    for owner in tuple(_registered):
-        owner.after_fork_in_child()
+    for method in tuple(_registered.values()):
+        if (give_up := method()) is not None:
+            give_up()
 
 
 # A hook cannot be unregistered, so one hook serves all objects.

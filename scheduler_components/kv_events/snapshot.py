@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from struct import Struct
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, get_type_hints
+from typing import Any, Generic, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 
@@ -526,18 +526,14 @@ _Heads = tuple[msgspec.Raw, Sequence[Any], msgspec.Raw]
 """A batch whose events are decoded without their large fields; time and rank are skipped."""
 
 
-class _HeadsReader(NamedTuple):
-    """Decodes a batch, or a list of batches, without the large fields of events."""
-
-    batch: Callable[[bytes], _Heads]
-    batches: Callable[[bytes], list[_Heads]]
-
-
-def _heads_reader(*, are_peers: bool, **dialect: Any) -> _HeadsReader:
+def _heads_reader(
+    *, are_peers: bool, **dialect: Any
+) -> tuple[Callable[[bytes], _Heads], Callable[[bytes], list[_Heads]]]:
+    """Return the decoders of a batch and of a list of batches, without the large fields of events."""
     any_head: Any = reduce(or_, [_head(kind, are_peers=are_peers, **dialect) for kind in WIRE_EVENTS])
     batch: Any = tuple[msgspec.Raw, list[any_head], msgspec.Raw]
     batches: Any = list[batch]
-    return _HeadsReader(msgspec.msgpack.Decoder(batch).decode, msgspec.msgpack.Decoder(batches).decode)
+    return msgspec.msgpack.Decoder(batch).decode, msgspec.msgpack.Decoder(batches).decode
 
 
 _HEADS_READERS = tuple(
@@ -566,11 +562,12 @@ class PayloadReader:
     def _summaries(self, content: bytes) -> list[_Summary | None]:
         """Return the summary of each event of a content; None for an event that readers drop."""
         for reader in (self._heads, *_HEADS_READERS):
+            read_batch, read_batches = reader
             try:
                 if content[0] == _LIST:
-                    heads = [head for batch in reader.batches(content) for head in batch[1]]
+                    heads = [head for batch in read_batches(content) for head in batch[1]]
                 else:
-                    heads = reader.batch(content)[1]  # type: ignore[assignment]
+                    heads = read_batch(content)[1]  # type: ignore[assignment]
             except msgspec.ValidationError:
                 continue
             self._heads = reader

@@ -496,7 +496,7 @@ class ZmqEventPublisher(EventPublisher):
         self._finalizer = weakref.finalize(self, _close_abandoned, self._edge, self._backstop, self._pid)
         self._finalizer.atexit = False
         _open_publishers.add(self)
-        register_for_fork(self)
+        register_for_fork(self.after_fork_in_child)
         if settings.seq_base == "clock":
             self.publish(KVEventBatch(ts=time.time(), events=(AllBlocksCleared(),)))
 

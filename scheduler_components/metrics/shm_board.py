@@ -223,7 +223,7 @@ class ShmPageFile:
         self._pid = os.getpid()
         self._is_forked = False
         self.memory = memoryview(self._map)
-        register_for_fork(self)
+        register_for_fork(self.after_fork_in_child)
 
     def check_owner(self) -> None:
         """Raise ForkedPublisherError in a forked child of the process that opened the page. No system call."""

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -334,15 +334,6 @@ def _model_of(changes: Mapping[str, StateValue]) -> PrefillLatencyModel | None:
     return None if token is None else PrefillLatencyModel(*map(float, (base or 0, token, pairs or 0)))
 
 
-class _Prediction(NamedTuple):
-    """A prediction, and its parts as the fit gave them."""
-
-    made_s: float
-    predicted_s: float
-    prefill_s: float
-    slots_ahead: int
-
-
 @dataclass(slots=True, kw_only=True)
 class _RunningMedian:
     """The median of recent positive values: each value moves it by a fifth at first, and by 2 % after ten values."""
@@ -376,7 +367,8 @@ class FirstTokenPredictor:
     fit: PrefillLatencyFit
     clock: Callable[[], float] = time.monotonic
     num_observed: int = field(default=0, init=False)
-    _expected: dict[str, _Prediction] = field(default_factory=dict, init=False, repr=False)
+    # By request: when it was made, the prediction, and its parts as the fit gave them: prefill_s and slots_ahead.
+    _expected: dict[str, tuple[float, float, float, int]] = field(default_factory=dict, init=False, repr=False)
     _bias: _RunningMedian = field(default_factory=lambda: _RunningMedian(value=1.0), init=False, repr=False)
     _slot_s: _RunningMedian = field(default_factory=lambda: _RunningMedian(value=0.0), init=False, repr=False)
     _ordered_s: list[float] | None = field(default=None, init=False, repr=False)
@@ -407,22 +399,23 @@ class FirstTokenPredictor:
         if predicted_s is not None and len(self._expected) < _MAX_EXPECTED:
             slots_s = slots_ahead * self._slot_s.value
             prefill_s = (predicted_s - slots_s) / self._bias.value
-            self._expected[rid] = _Prediction(self.clock(), predicted_s, prefill_s, slots_ahead)
+            self._expected[rid] = (self.clock(), predicted_s, prefill_s, slots_ahead)
 
     def on_first_token(self, rid: str) -> None:
         """Measure the error of the prediction when the first token is generated."""
         expected = self._expected.pop(rid, None)
         if expected is None:
             return
-        took_s = self.clock() - expected.made_s
-        self._errors_s.append(abs(took_s - expected.predicted_s))
+        made_s, predicted_s, prefill_s, slots_ahead = expected
+        took_s = self.clock() - made_s
+        self._errors_s.append(abs(took_s - predicted_s))
         self.num_observed += 1
         self._ordered_s = None
-        if expected.slots_ahead:
-            waited_s = took_s - expected.prefill_s * self._bias.value
-            self._slot_s.add(max(0.0, waited_s) / expected.slots_ahead)
-        elif expected.prefill_s > 0.0:
-            self._bias.add(max(took_s / expected.prefill_s, 1e-3))
+        if slots_ahead:
+            waited_s = took_s - prefill_s * self._bias.value
+            self._slot_s.add(max(0.0, waited_s) / slots_ahead)
+        elif prefill_s > 0.0:
+            self._bias.add(max(took_s / prefill_s, 1e-3))
 
     def discard(self, rid: str) -> None:
         """Discard the prediction of an ended request."""

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 class Owner:
     def __init__(self, notes: list[str], name: str) -> None:
         self.notes, self.name = notes, name
-        register_for_fork(self)
+        register_for_fork(self.after_fork_in_child)
 
     def after_fork_in_child(self) -> None:
         self.notes.append(self.name)
