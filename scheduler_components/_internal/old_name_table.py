@@ -98,6 +98,7 @@ OLD_NAMES = {
 """Old dotted name of a module, or of a name in a module -> the new one."""
 
 REMOVED_NAMES = {
+    "observability.KvPoolSource": "kv_pool_route takes read_pool and num_ranks",
     "scheduler_components.batcher.NullPrefetcher": "leave RequestKvCache.tiers at None",
     "scheduler_components.input_blocker.NullRejectionSink": "leave InputBlocker.reject at its default",
     "scheduler_components.input_blocker.RejectionSink": "pass a function of the rejection and the message as InputBlocker.reject",
