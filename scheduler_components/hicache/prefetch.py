@@ -31,7 +31,7 @@ from scheduler_components.values.page_operations import (
     TierDecision,
 )
 
-__all__ = ["MAX_ACTIVE_PREFETCHES", "ActivePrefetches", "LocalPrefetchState"]
+__all__ = ["MAX_ACTIVE_PREFETCHES", "ActivePrefetches"]
 
 MAX_ACTIVE_PREFETCHES = 8
 """The number of lanes; further prefetches wait. Five slots per lane and all other slots fit the first block."""
@@ -68,20 +68,9 @@ class _Phase(enum.Enum):
     READING = enum.auto()
 
 
-@dataclass(slots=True, kw_only=True)
-class LocalPrefetchState:
-    """The state of a prefetch on this rank only. It goes into the proposal; the rank does not act on it."""
-
-    has_answered: bool = False
-    hit_pages: int = 0
-    host_pages: tuple[int, ...] | None = None  # None: not reserved
-    landed_pages: int = 0
-    has_ended: bool = False
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Prefetch:
-    """One operation. Every field except ``local`` is the same on all ranks."""
+    """One operation. The fields before ``has_answered`` are the same on all ranks."""
 
     number: int
     digests: bytes
@@ -90,7 +79,12 @@ class _Prefetch:
     phase: _Phase = _Phase.WAITING
     num_pages: int = 0  # to read, as agreed
     num_read: int = 0  # on every rank, as agreed
-    local: LocalPrefetchState = field(default_factory=LocalPrefetchState)
+    # The state on this rank. It goes into the proposal; the rank does not act on it.
+    has_answered: bool = False
+    hit_pages: int = 0
+    host_pages: tuple[int, ...] | None = None  # None: not reserved
+    landed_pages: int = 0
+    has_ended: bool = False
 
 
 class _WaitingPrefetches:
@@ -205,16 +199,16 @@ class ActivePrefetches:
         try:
             host_pages = tuple(self.host.reserve(num_pages))
         except OutOfPagesError:
-            prefetch.local.host_pages = None
+            prefetch.host_pages = None
         else:
-            prefetch.local.host_pages = host_pages
+            prefetch.host_pages = host_pages
             self._record("allocated", number, host_pages)
 
     def host_pages_held(self) -> Iterator[tuple[str, Sequence[int]]]:
         """Yield each prefetch that has reserved host pages on this rank, with these pages, for checks."""
         for prefetch in self._by_number.values():
-            if prefetch.local.host_pages:
-                yield f"prefetch {prefetch.number}", prefetch.local.host_pages
+            if prefetch.host_pages:
+                yield f"prefetch {prefetch.number}", prefetch.host_pages
         for number, host_pages in self._drains:
             yield f"prefetch {number}", host_pages
 
@@ -231,14 +225,13 @@ class ActivePrefetches:
             if not isinstance(event, PagesRead):
                 self._drains.acknowledge(event.op, True)
             return
-        local = prefetch.local
         match event:
             case QueryDone():
-                local.has_answered, local.hit_pages = True, event.num_pages
+                prefetch.has_answered, prefetch.hit_pages = True, event.num_pages
             case PagesRead():
-                local.landed_pages = event.num_pages
+                prefetch.landed_pages = event.num_pages
             case ReadDone():
-                local.has_ended = True
+                prefetch.has_ended = True
 
     def fill(self, proposal: Proposal) -> None:
         """Add this rank's state to the proposal: the same slots at every step."""
@@ -250,13 +243,12 @@ class ActivePrefetches:
             if prefetch is None:
                 values += _FREE_LANE
                 continue
-            local = prefetch.local
             values += (
-                local.has_answered,
-                local.hit_pages,
-                local.host_pages is not None,
-                local.landed_pages,
-                local.has_ended,
+                prefetch.has_answered,
+                prefetch.hit_pages,
+                prefetch.host_pages is not None,
+                prefetch.landed_pages,
+                prefetch.has_ended,
             )
         values.append(self._drains.num_done())
         proposal.fill(_PREFETCH_SLOTS, values)
@@ -313,7 +305,7 @@ class ActivePrefetches:
     def _after_vote(
         self, prefetch: _Prefetch, is_agreed: bool, instructions: list[Instruction]
     ) -> PrefetchOutcome | None:
-        host_pages = prefetch.local.host_pages
+        host_pages = prefetch.host_pages
         if not is_agreed or not prefetch.num_pages:
             self._abort(prefetch.number, host_pages or ())
             return self._remove(prefetch)
@@ -332,18 +324,17 @@ class ActivePrefetches:
 
     def _terminate(self, prefetch: _Prefetch) -> tuple[PrefetchOutcome, list[Instruction]]:
         """End a prefetch. All ranks do so at the same point: they make the same call, or agreed that it is late."""
-        local = prefetch.local
         if prefetch.phase is _Phase.WAITING:
             self._waiting.remove(prefetch)
             return self._remove(prefetch), []
         if prefetch.phase is _Phase.VOTING:  # no rank has begun to read
-            self._abort(prefetch.number, local.host_pages or ())
+            self._abort(prefetch.number, prefetch.host_pages or ())
             return self._remove(prefetch), []
         is_reading = prefetch.phase is _Phase.READING
         landed, others = _split_landed(prefetch) if is_reading else ((), ())
         self._commit(prefetch.number, landed)
         self._drains.push(prefetch.number, others)
-        if local.has_ended if is_reading else local.has_answered:
+        if prefetch.has_ended if is_reading else prefetch.has_answered:
             self._drains.acknowledge(prefetch.number, True)
         return self._remove(prefetch, landed, num_draining=len(others)), [CancelPrefetch(prefetch.number)]
 
@@ -377,6 +368,6 @@ class ActivePrefetches:
 
 def _split_landed(prefetch: _Prefetch) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the host pages that have landed on all ranks, and the others."""
-    host_pages = prefetch.local.host_pages
+    host_pages = prefetch.host_pages
     assert host_pages is not None
     return host_pages[: prefetch.num_read], host_pages[prefetch.num_read :]
