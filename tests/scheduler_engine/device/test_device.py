@@ -125,7 +125,7 @@ def source(request: EngineRequest) -> tuple[object, ...]:
     sampling = request.sampling
     if sampling.temperature == 0.0:
         return (request.input_ids,)
-    return request.input_ids, sampling.temperature, request.rid if sampling.seed is None else sampling.seed
+    return request.input_ids, sampling.temperature, request.rid if sampling.seed is None else str(sampling.seed)
 
 
 @checked
