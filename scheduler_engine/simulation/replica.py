@@ -224,6 +224,17 @@ class _RequestClock:
         self.finished.append(request)
 
 
+def _open_kv_cache(
+    cache: RadixCache | HiRadixCache, decisions: DecisionLog | NullDecisionLog
+) -> RequestKvCache[RadixNode]:
+    return RequestKvCache[RadixNode](
+        cache=cache,
+        tiers=None if isinstance(cache, RadixCache) else cache,
+        decisions=decisions,
+        on_cached_prompt=SimulatedRequest.record_cached_prompt,
+    )
+
+
 def _conditions(config: ReplicaConfig) -> BatchConditions:
     chunk_sizer = DynamicChunkSizer(page_size=config.page_size)
     return BatchConditions(new_token_ratio=config.make_ratio(), chunk_sizer=chunk_sizer)
@@ -285,12 +296,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         tiers = _open_tiers(config, clock, storage, record=deliver_events is not None)
         cache = tiers.cache
         cache.record_decisions(decisions)
-        kv_cache = RequestKvCache[RadixNode](
-            cache=cache,
-            tiers=None if isinstance(cache, RadixCache) else cache,
-            decisions=decisions,
-            on_cached_prompt=SimulatedRequest.record_cached_prompt,
-        )
+        kv_cache = _open_kv_cache(cache, decisions)
         work, observer = WorkCounters(), _RequestClock(clock=clock, counts=counts, rates=RateMeter(clock=clock))
         batcher = compose_batcher(
             kv_cache,
