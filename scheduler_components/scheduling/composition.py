@@ -148,11 +148,11 @@ def compose_batcher(
     )
 
 
-class WaitingRequest(BatchedRequest, HeldRequest, Protocol):
+class PreparedRequest(BatchedRequest, HeldRequest, Protocol):
     """A request that waits in rooms and is batched then: the kit's ``Request``, with the grammar of an engine's."""
 
 
-H = TypeVar("H", bound=WaitingRequest)
+H = TypeVar("H", bound=PreparedRequest)
 
 
 @dataclass(slots=True, kw_only=True)
