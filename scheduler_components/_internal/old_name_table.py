@@ -46,7 +46,6 @@ OLD_NAMES = {
     "scheduler_components.ports.KvMetricsSink": "scheduler_components.ports.ReportSink",
     "scheduler_components.ports.LoadSink": "scheduler_components.ports.ReportSink",
     "scheduler_components.ports.NullForwardPassSink": "scheduler_components.ports.NullReportSink",
-    "scheduler_components.ports.PreemptibleRequest": "scheduler_components.ports.BatchedRequest",
     "scheduler_components.ports.SyncGroup": "scheduler_components.agreement.SyncGroup",
     "scheduler_components.preemption_policy": "scheduler_components.scheduling.preemption_policy",
     "scheduler_components.rank_groups": "scheduler_components.agreement.rank_groups",

@@ -63,6 +63,7 @@ __all__ = [
     "PageStore",
     "PoolSource",
     "BatchedRequest",
+    "PreemptibleRequest",
     "PreemptionPolicy",
     "QueueSource",
     "QueuedRequest",
@@ -95,7 +96,7 @@ __getattr__ = lazy_exports(
             "AllocationSink IdlePages NullAllocationSink NullIdlePages NullPageHolders PageHolders"
         ),
         "scheduler_components.ports.scheduling": (
-            "BatchedRequest PreemptionPolicy SchedulableRequest SchedulingPolicy"
+            "BatchedRequest PreemptibleRequest PreemptionPolicy SchedulableRequest SchedulingPolicy"
         ),
         "scheduler_components.ports.stats": "StatsSource",
     },

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from scheduler_components.ports.load import QueuedRequest
-from scheduler_components.values import FinishReason, RequestHints, RequestState, RequestTimeouts, ScheduledChunk
+from scheduler_components.values import FinishReason, RequestHints, RequestState, ScheduledChunk
 
-__all__ = ["BatchedRequest", "PreemptionPolicy", "SchedulableRequest", "SchedulingPolicy"]
+__all__ = ["BatchedRequest", "PreemptibleRequest", "PreemptionPolicy", "SchedulableRequest", "SchedulingPolicy"]
 
 
 class SchedulableRequest(QueuedRequest, Protocol):
@@ -56,9 +56,6 @@ class BatchedRequest(SchedulableRequest, Protocol):
     finish_reason: FinishReason | None
     prefill_end: int
     num_retractions: int
-
-    @property
-    def timeouts(self) -> RequestTimeouts: ...
 
     @property
     def pages(self) -> Sequence[int]: ...
@@ -115,7 +112,23 @@ class SchedulingPolicy(Protocol[R]):
         ...
 
 
-P = TypeVar("P", bound=BatchedRequest)
+class PreemptibleRequest(Protocol):
+    """A running request, as a preemption policy reads it. ``scheduling.request.Request`` describes the members."""
+
+    @property
+    def arrival(self) -> int: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens_left(self) -> int: ...
+
+    @property
+    def hints(self) -> RequestHints: ...
+
+
+P = TypeVar("P", bound=PreemptibleRequest)
 
 
 class PreemptionPolicy(Protocol[P]):

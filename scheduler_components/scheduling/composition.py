@@ -51,7 +51,7 @@ from scheduler_components.scheduling.scheduling_policy import make_policy
 from scheduler_components.values import FinishReason, ForwardPassMetrics, KvMetrics
 from scheduler_components.waiting.agreed_queue import DepartureReason, WaitingRooms
 from scheduler_components.waiting.held_request import HeldRequest
-from scheduler_components.waiting.request_deadlines import RequestDeadlines
+from scheduler_components.waiting.request_deadlines import RequestDeadlines, TimedRequest
 from scheduler_components.watchdog import StepProgress
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def compose_batcher(
     )
 
 
-class PreparedRequest(BatchedRequest, HeldRequest, Protocol):
+class PreparedRequest(BatchedRequest, HeldRequest, TimedRequest, Protocol):
     """A request that waits in rooms and is batched then: the kit's ``Request``, with the grammar of an engine's."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from scheduler_components._internal.validators import check_choice
-from scheduler_components.ports import BatchedRequest, PreemptionPolicy
+from scheduler_components.ports import PreemptibleRequest, PreemptionPolicy
 
 __all__ = [
     "PREEMPTION_POLICY_NAMES",
@@ -22,7 +22,7 @@ __all__ = [
     "make_preemption_policy",
 ]
 
-P = TypeVar("P", bound=BatchedRequest)
+P = TypeVar("P", bound=PreemptibleRequest)
 
 
 class LatestArrival:
@@ -64,15 +64,15 @@ class LongestRemaining:
         return max(reversed(candidates), key=_num_output_tokens_left)
 
 
-def _num_computed_tokens(request: BatchedRequest) -> int:
+def _num_computed_tokens(request: PreemptibleRequest) -> int:
     return request.num_computed_tokens
 
 
-def _priority(request: BatchedRequest) -> int:
+def _priority(request: PreemptibleRequest) -> int:
     return request.hints.priority
 
 
-def _num_output_tokens_left(request: BatchedRequest) -> int:
+def _num_output_tokens_left(request: PreemptibleRequest) -> int:
     return request.num_output_tokens_left
 
 
