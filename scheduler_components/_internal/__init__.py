@@ -1,1 +1,1 @@
-"""What several packages of the kit share and nobody outside imports."""
+"""Code that several packages of the kit share. It is not public."""

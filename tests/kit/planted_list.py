@@ -57,7 +57,7 @@ def planted_list() -> list[str]:
 
 
 def _names(line: str) -> set[str]:
-    """Return the variant of a line and its parts: tests may begin or cease to name the check beside the variant."""
+    """Return the variant of a line and its parts: a test may begin or cease to name the check next to the variant."""
     variant = line.partition("\t")[0].replace(" ", "")
     return {variant, *variant.split("-")}
 
